@@ -1,0 +1,34 @@
+.PHONY: install format lint types test test-fast fuzz memory wheel ci
+
+install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
+	pip install torch
+	pip install -e '.[dev,bench]'
+
+format:
+	ruff check --fix .
+	ruff format .
+
+lint:
+	ruff check .
+	ruff format --check .
+
+types:
+	pyright
+
+test:
+	pytest -n 2
+
+test-fast:
+	pytest -n 2 -m 'not slow' --fuzz-seeds 60
+
+fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
+	pytest -n 2 -q tests/contract/test_fuzz.py --fuzz-seeds $(or $(SEEDS),2000) --fuzz-from $(or $(FROM),0)
+
+memory:  ## measures, and draws docs/images/memory.png
+	python benchmarks/memory.py
+
+wheel:
+	python -m build --wheel
+
+ci:
+	bash .ci/run

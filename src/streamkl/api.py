@@ -1,0 +1,160 @@
+"""The public functions: signature, documentation, and the way to the operators."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from streamkl import ops, reference, validation
+
+Backend = Literal["auto", "reference", "tiled"]
+
+
+def attention_kl(
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    student_q: Tensor,
+    student_k: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    student_activation: Literal["relu"] | None = None,
+    teacher_lse: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    divergence: Literal["forward", "reverse"] = "forward",
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    deterministic: bool | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """KL divergence between two attention distributions, without either of their matrices.
+
+    For every query it compares the student's attention over the keys with the teacher's. With as many student as
+    teacher heads they are compared head by head; with fewer, each student head is compared with the mean of its
+    ``H/R`` consecutive teacher heads (``R = 1``: the mean of all). It is what this computes, and the two
+    ``[B, heads, Nq, Nk]`` tensors here are never allocated, nor is anything else that grows with ``Nq * Nk``::
+
+        p = softmax(teacher_q @ teacher_k.mT * teacher_scale).unflatten(1, (R, H // R)).mean(2)
+        q = softmax(student_q @ student_k.mT * student_scale)
+        loss = (p * (p.log() - q.log())).sum(-1).mean()
+
+    Differentiable in the student, and in the teacher where ``R == H``, once. With ``teacher_lse`` given (or ``R < H``)
+    and a ``mean`` or ``sum``, the forward computes loss and student gradients in one sweep over the teacher, and the
+    backward only scales them.
+
+    Args:
+        teacher_q: ``[B, H, Nq, Dt]``, or packed ``[Tq, H, Dt]``. Any strides; float64, float32, bfloat16 or float16.
+        teacher_k: ``[B, Hkv, Nk, Dt]``, or packed ``[Tk, Hkv, Dt]``, where ``Hkv`` divides ``H``; dtype of
+            ``teacher_q``.
+        student_q: ``[B, R, Nq, Ds]``, or packed ``[Tq, R, Ds]``, where ``R`` divides ``H``; its dtype and width may
+            differ from the teacher's.
+        student_k: ``[B, Rkv, Nk, Ds]``, or packed ``[Tk, Rkv, Ds]``, where ``Rkv`` divides ``R``; dtype of
+            ``student_q``.
+        causal: Query ``i`` sees keys ``j <= i + Nk - Nq``: aligned bottom-right, so that the last query sees all.
+        window: ``(left, right)``: query ``i`` sees ``left`` keys before and ``right`` keys after its own, key
+            ``i + Nk - Nq``; a negative side is unbounded. Intersects with ``causal``.
+        cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
+        cu_seqlens_k: The same for the keys. Queries see the keys of their own sequence.
+        teacher_scale: Multiplies the teacher's products; ``1/sqrt(Dt)`` if not given.
+        student_scale: Multiplies the student's products; ``1/sqrt(Ds)`` if not given.
+        student_activation: ``"relu"`` applies a relu to the student's scaled products.
+        teacher_lse: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the natural log-sum-exp of the teacher's
+            scaled logits over exactly the keys allowed here, as fused attention returns it. Saves a sweep. Taken as a
+            constant, and as true.
+        row_weight: ``[B, Nq]`` or ``[B, R, Nq]``, packed ``[Tq]`` or ``[R, Tq]``: not negative, a constant.
+        divergence: ``"forward"`` is KL(teacher || student), ``"reverse"`` KL(student || teacher), the latter for
+            ``R == H``.
+        reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
+            none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, R, Nq]``, packed ``[R, Tq]``.
+        deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.
+        backend: ``"auto"`` takes the best engine that can run. A named one (``"reference"``, ``"tiled"``) is used or
+            raises, and never falls back.
+
+    Returns:
+        The loss, float32 (float64 if an input is). A row that sees no key, or has weight 0, has a loss of exactly 0 and
+        leaves gradients of exactly 0. Gradients have their input's dtype.
+
+    Raises:
+        ValueError: An argument is wrong; the message says what was given and what was expected.
+
+    Example:
+        A student with one head of width 32 learns the mean attention of a teacher with 8 query and 2 key heads:
+
+        >>> import torch
+        >>> from streamkl import attention_kl
+        >>> _ = torch.manual_seed(0)
+        >>> teacher_q, teacher_k = torch.randn(1, 8, 256, 64), torch.randn(1, 2, 256, 64)
+        >>> student_q = torch.randn(1, 1, 256, 32, requires_grad=True)
+        >>> student_k = torch.randn(1, 1, 256, 32, requires_grad=True)
+        >>> loss = attention_kl(teacher_q, teacher_k, student_q, student_k, causal=True)
+        >>> loss.backward()
+        >>> loss.dtype, student_q.grad.shape
+        (torch.float32, torch.Size([1, 1, 256, 32]))
+    """
+    arguments = validation.attention_kl_arguments(
+        teacher_q, teacher_k, student_q, student_k, causal, window, cu_seqlens_q, cu_seqlens_k, teacher_scale,
+        student_scale, student_activation, teacher_lse, row_weight, divergence, reduction, deterministic, backend,
+    )  # fmt: skip
+    if backend == "reference":
+        validation.check_values(arguments)
+        return reference.attention_kl(
+            teacher_q, teacher_k, student_q, student_k, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, teacher_scale=teacher_scale, student_scale=student_scale,
+            student_activation=student_activation, row_weight=row_weight, divergence=divergence, reduction=reduction,
+        )  # fmt: skip
+    loss = ops.attention_kl(arguments, teacher_scale, student_scale, student_activation, divergence, reduction, backend)
+    return loss.squeeze(0) if arguments.keys.packed and reduction == "none" else loss
+
+
+def attention_lse(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Log-sum-exp of attention logits, streaming: what `attention_kl` takes as ``teacher_lse``.
+
+    It is ``torch.logsumexp(q @ k.mT * scale, -1)`` over the allowed keys, without the matrix. Compute it once where
+    several losses share a teacher, or take the one that fused attention already returns.
+
+    Args:
+        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``. Any strides; float64, float32, bfloat16 or float16.
+        k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``; dtype of ``q``.
+        scale: Multiplies the products; ``1/sqrt(D)`` if not given.
+        causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
+        window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
+        cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
+        cu_seqlens_k: The same for the keys.
+        backend: ``"auto"``, or the name of an engine, which is then used or raises.
+
+    Returns:
+        ``[B, H, Nq]``, packed ``[H, Tq]``, float32 (float64 if the inputs are); ``-inf`` for a row that sees no key.
+        It is not differentiated.
+
+    Raises:
+        ValueError: An argument is wrong; the message says what was given and what was expected.
+
+    Example:
+        >>> import torch
+        >>> from streamkl import attention_lse
+        >>> q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 8, 16)
+        >>> attention_lse(q, k).exp().round().unique()
+        tensor([8.])
+    """
+    arguments = validation.attention_lse_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, backend)
+    if backend == "reference":
+        validation.check_values(arguments)
+        return reference.attention_lse(
+            q, k, scale=scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+        )
+    lse = ops.attention_lse(arguments, scale, backend)
+    return lse.squeeze(0) if arguments.keys.packed else lse

@@ -1,0 +1,27 @@
+"""The command line, ``streamkl``: one module a command, loaded when it is called."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+app = typer.Typer(
+    help="Attention distillation by KL divergence, tile by tile.", no_args_is_help=True, add_completion=False
+)
+
+
+@app.callback()
+def main() -> None:
+    """Attention distillation by KL divergence, tile by tile, in O(N) memory."""
+
+
+@app.command()
+def doctor() -> None:
+    """Says which engine each device gets and why, checks it, and says what is missing and how to get it.
+
+    Exits with 1 if something must be mended before streamkl can work.
+    """
+    from streamkl.cli.doctor import run
+
+    sys.exit(run())

@@ -1,0 +1,97 @@
+"""The engines, and the choice between them.
+
+An engine is a module with the functions of `Engine`. It imports ``problem`` and ``state`` and no other engine;
+``ops`` is the only one who calls it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from streamkl.problem import Gradients, Inputs, Problem, Side, Support
+from streamkl.state import Normalisers
+
+PREFERENCE = ("tiled",)
+"""Engines by name, the one that ``auto`` tries first in front."""
+
+
+class Engine(Protocol):
+    """What ``ops`` asks of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs)."""
+
+    name: str
+
+    def unsupported(self, device: torch.device) -> str | None:
+        """Why the engine cannot run on the device, or ``None`` if it can."""
+        ...
+
+    def logsumexp(
+        self,
+        support: Support,
+        side: Side,
+        q: Tensor,
+        k: Tensor,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """``(m, ln l)`` of one side's logits, computed in ``dtype``; ``(-inf, 0)`` for a row that sees no key."""
+        ...
+
+    def paired_rows(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Normalisers]:
+        """The divergence of each row where both sides have the same number of heads, and its normalisers."""
+        ...
+
+    def mixture_rows(
+        self, problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``(kl, m_b, ln l_b)`` where side ``a`` has more heads and known normalisers."""
+        ...
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        norm: Normalisers,
+        kl: Tensor,
+        row_grad: Tensor,
+        want_a: bool,
+        want_b: bool,
+    ) -> Gradients:
+        """Gradients of ``sum(row_grad * kl)``, in the inputs' dtypes; rows of ``row_grad = 0`` contribute exactly 0."""
+        ...
+
+    def train(
+        self, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``sum(weight * kl)`` and its gradients to ``b_q`` and ``b_k`` before rounding, in one sweep over ``a``."""
+        ...
+
+
+class Choice(NamedTuple):
+    """The engine that a call gets, and why."""
+
+    engine: Engine
+    reason: str
+
+
+def choose(backend: str, device: torch.device) -> Choice:
+    """The engine for calls on a device.
+
+    A named engine is taken or refused, never replaced: ``RuntimeError`` says what is missing. ``auto`` takes the first
+    that can run.
+    """
+    refusals = []
+    for name in PREFERENCE if backend == "auto" else (backend,):
+        engine: Engine = import_module(f"{__name__}.{name}")  # pyright: ignore[reportAssignmentType]
+        refusal = engine.unsupported(device)
+        if refusal is None:
+            reason = "; ".join(
+                [*refusals, "named by the caller" if backend != "auto" else f"{name} runs on any device"]
+            )
+            return Choice(engine, reason)
+        refusals.append(f"{name}: {refusal}")
+    raise RuntimeError(f"backend={backend!r} cannot run on {device}: {'; '.join(refusals)}")

@@ -1,0 +1,375 @@
+"""The registered operators: schemas, fakes, gradients and autocast, and how a loss is composed of them.
+
+An operator sees q and k as ``[B, H, N, D]`` and row vectors as ``[B, heads, Nq]``; a packed batch has ``B = 1`` and
+``cu_seqlens``. Its body builds the `Problem` and hands it to the engine; nothing is computed here but reductions.
+Side ``a`` weighs the logarithms, side ``b`` is compared with it (`Problem`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamkl import engines, validation
+from streamkl.problem import Inputs, Problem, Side, Support
+from streamkl.state import Normalisers
+
+_INPUTS = "Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_NORM = "Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b"
+_OPTIONS = (
+    "float? a_scale, float? b_scale, bool a_relu, bool b_relu, SymInt? left, SymInt? right, "
+    "bool deterministic, str backend"
+)
+SCHEMAS = {
+    "logsumexp": "(Tensor q, Tensor k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float? scale, bool relu, "
+    "SymInt? left, SymInt? right, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
+    "checked_weight": "(Tensor row_weight, ScalarType dtype) -> Tensor",
+    "paired_rows": f"({_INPUTS}, {_OPTIONS}) -> (Tensor kl, {_NORM})",
+    "mixture_rows": f"({_INPUTS}, Tensor m_a, Tensor ln_l_a, {_OPTIONS}) -> (Tensor kl, Tensor m_b, Tensor ln_l_b)",
+    "rows_backward": f"(Tensor row_grad, Tensor kl, {_NORM}, {_INPUTS}, {_OPTIONS}, bool want_a, bool want_b) "
+    "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k)",
+    "train": f"({_INPUTS}, {_NORM}, Tensor weight, {_OPTIONS}) -> (Tensor loss, Tensor d_b_q, Tensor d_b_k)",
+    "scale_gradient": "(Tensor gradient, Tensor upstream, ScalarType dtype) -> Tensor",
+}
+"""The operators of the namespace ``streamkl``, by name."""
+
+
+class Options(NamedTuple):
+    """The numbers of a divergence, in the order of its schema."""
+
+    a_scale: float | None
+    b_scale: float | None
+    a_relu: bool
+    b_relu: bool
+    left: int | None
+    right: int | None
+    deterministic: bool
+    backend: str
+
+
+def attention_kl(
+    arguments: validation.KLArguments,
+    teacher_scale: float | None,
+    student_scale: float | None,
+    student_activation: str | None,
+    divergence: str,
+    reduction: str,
+    backend: str,
+) -> Tensor:
+    """Composes the loss of ``api.attention_kl`` of the operators below; row losses come back ``[B, R, Nq]``."""
+    keys, given_lse = arguments.keys, arguments.teacher_lse
+    tensors = arguments[:4]
+    load_sharding_rules(*tensors)
+    a_q, a_k, b_q, b_k = (_autocast(x) for x in tensors)
+    options = Options(
+        teacher_scale, student_scale, False, student_activation == "relu", keys.left, keys.right,
+        arguments.deterministic, backend,
+    )  # fmt: skip
+    if divergence == "reverse":
+        a_q, a_k, b_q, b_k = b_q, b_k, a_q, a_k
+        options = options._replace(a_scale=student_scale, b_scale=teacher_scale, a_relu=options.b_relu, b_relu=False)
+        given_lse = None
+    inputs = Inputs(a_q, a_k, b_q, b_k, keys.cu_seqlens_q, keys.cu_seqlens_k)
+
+    row_weight = arguments.row_weight
+    if row_weight is not None:
+        row_weight = torch.ops.streamkl.checked_weight(row_weight, _row_dtype(a_q, b_q))
+    mixture = a_q.shape[1] != b_q.shape[1]
+    want_a = torch.is_grad_enabled() and (a_q.requires_grad or a_k.requires_grad)
+    want_b = torch.is_grad_enabled() and (b_q.requires_grad or b_k.requires_grad)
+    known = mixture or given_lse is not None
+    if known and want_b and not want_a and reduction != "none":
+        return _train(inputs, given_lse, row_weight, reduction, options)
+
+    if mixture:
+        m_a, ln_l_a = _teacher_normalisers(inputs, given_lse, options)
+        kl, m_b, _ = torch.ops.streamkl.mixture_rows(*inputs, m_a, ln_l_a, *options)
+    else:
+        kl, _, _, m_b, _ = torch.ops.streamkl.paired_rows(*inputs, *options)
+    weight = _counted(m_b.detach(), row_weight)
+    rows = torch.where(weight != 0, weight * kl, 0.0)
+    if reduction == "none":
+        return rows
+    return rows.sum() if reduction == "sum" else rows.sum() / _nonzero(weight.sum())
+
+
+def attention_lse(arguments: validation.LSEArguments, scale: float | None, backend: str) -> Tensor:
+    """The log-sum-exp of each row's logits, ``[B, H, Nq]``."""
+    load_sharding_rules(arguments.q, arguments.k)
+    q, k, keys = _autocast(arguments.q), _autocast(arguments.k), arguments.keys
+    m, ln_l = torch.ops.streamkl.logsumexp(
+        q, k, keys.cu_seqlens_q, keys.cu_seqlens_k, scale, False, keys.left, keys.right, _row_dtype(q), backend
+    )
+    return m + ln_l
+
+
+def load_sharding_rules(*tensors: Tensor) -> None:
+    """Registers the DTensor rules when a tensor subclass turns up: importing DTensor costs most of a second."""
+    if any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors):
+        from streamkl import sharding
+
+        sharding.register()
+
+
+def _train(
+    inputs: Inputs, given_lse: Tensor | None, row_weight: Tensor | None, reduction: str, options: Options
+) -> Tensor:
+    """Loss and gradients in one sweep over the teacher: the weight of every row is known before it starts."""
+    m_a, ln_l_a = _teacher_normalisers(inputs, given_lse, options)
+    m_b, ln_l_b = torch.ops.streamkl.logsumexp(
+        inputs.b_q.detach(), inputs.b_k.detach(), *inputs[4:],
+        options.b_scale, options.b_relu, options.left, options.right, m_a.dtype, options.backend,
+    )  # fmt: skip
+    weight = _counted(m_b, row_weight)
+    if reduction == "mean":
+        weight = weight / _nonzero(weight.sum())
+    loss, _, _ = torch.ops.streamkl.train(*inputs, m_a, ln_l_a, m_b, ln_l_b, weight, *options)
+    return loss
+
+
+def _teacher_normalisers(inputs: Inputs, given_lse: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of side ``a``, from the caller's log-sum-exp or by a sweep."""
+    dtype = _row_dtype(inputs.a_q, inputs.b_q)
+    if given_lse is not None:
+        m = given_lse.detach().to(dtype)
+        return m, torch.zeros_like(m)
+    return torch.ops.streamkl.logsumexp(
+        inputs.a_q.detach(), inputs.a_k.detach(), *inputs[4:],
+        options.a_scale, options.a_relu, options.left, options.right, dtype, options.backend,
+    )  # fmt: skip
+
+
+def _counted(m: Tensor, row_weight: Tensor | None) -> Tensor:
+    """The weight of each row, 0 where it sees no key (and so has a maximum of ``-inf``)."""
+    counted = m != -torch.inf
+    return counted.to(m.dtype) if row_weight is None else torch.where(counted, row_weight, 0.0)
+
+
+def _nonzero(total: Tensor) -> Tensor:
+    return torch.where(total == 0, 1.0, total)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Casts as autocast casts the inputs of ``scaled_dot_product_attention``: float64 stays."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+def _row_dtype(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _empty_rows(q: Tensor, dtype: torch.dtype) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=dtype)
+
+
+# Bodies ---------------------------------------------------------------------------------------------------------------
+
+
+def _body(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the implementation of an operator, for every device, with autocast off inside."""
+
+    def register(body: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(body)
+        def run(first: Tensor, *args: object) -> Any:
+            device = first.device.type
+            if not torch.is_autocast_enabled(device):
+                return body(first, *args)
+            with torch.autocast(device, enabled=False):
+                return body(first, *args)
+
+        torch.library.impl(f"streamkl::{name}", "CompositeExplicitAutograd", run)
+        return body
+
+    return register
+
+
+for _name, _schema in SCHEMAS.items():
+    torch.library.define(f"streamkl::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+
+
+def _problem(inputs: Inputs, options: Options) -> tuple[engines.Engine, Problem]:
+    a = Side.of(inputs.a_q, inputs.a_k, options.a_scale, options.a_relu)
+    b = Side.of(inputs.b_q, inputs.b_k, options.b_scale, options.b_relu)
+    engine, support = _support(inputs.b_q, inputs.b_k, *inputs[4:], options.left, options.right, options.backend)
+    return engine, Problem(a, b, support, options.deterministic)
+
+
+def _support(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    left: int | None,
+    right: int | None,
+    backend: str,
+) -> tuple[engines.Engine, Support]:
+    nq, nk = q.shape[2], k.shape[2]
+    validation.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, nq, nk)
+    return engines.choose(backend, q.device).engine, Support(q.shape[0], nq, nk, left, right)
+
+
+@_body("logsumexp")
+def _(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float | None,
+    relu: bool,
+    left: int | None,
+    right: int | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    engine, support = _support(q, k, cu_seqlens_q, cu_seqlens_k, left, right, backend)
+    return engine.logsumexp(support, Side.of(q, k, scale, relu), q, k, cu_seqlens_q, cu_seqlens_k, dtype)
+
+
+@_body("checked_weight")
+def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    validation.check_row_weight(row_weight)
+    return row_weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+@_body("paired_rows")
+def _(*args: Any) -> tuple[Tensor, ...]:
+    inputs, options = Inputs(*args[:6]), Options(*args[6:])
+    engine, problem = _problem(inputs, options)
+    kl, norm = engine.paired_rows(problem, inputs)
+    return kl, *norm
+
+
+@_body("mixture_rows")
+def _(*args: Any) -> tuple[Tensor, ...]:
+    inputs, (m_a, ln_l_a), options = Inputs(*args[:6]), args[6:8], Options(*args[8:])
+    engine, problem = _problem(inputs, options)
+    return engine.mixture_rows(problem, inputs, m_a, ln_l_a)
+
+
+@_body("rows_backward")
+def _(row_grad: Tensor, kl: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    norm, inputs, options, want = Normalisers(*args[:4]), Inputs(*args[4:10]), Options(*args[10:18]), args[18:]
+    engine, problem = _problem(inputs, options)
+    gradients = engine.backward(problem, inputs, norm, kl, row_grad, *want)
+    return tuple(x.new_empty(0) if grad is None else grad for grad, x in zip(gradients, inputs[:4], strict=True))
+
+
+@_body("train")
+def _(*args: Any) -> tuple[Tensor, ...]:
+    inputs, norm, weight, options = Inputs(*args[:6]), Normalisers(*args[6:10]), args[10], Options(*args[11:])
+    engine, problem = _problem(inputs, options)
+    return engine.train(problem, inputs, norm, weight)
+
+
+@_body("scale_gradient")
+def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    # By pieces: a product in float32 of the whole gradient would be a temporary as large as the gradient.
+    for to, piece in zip(out.view(-1).split(1 << 18), gradient.view(-1).split(1 << 18), strict=True):
+        to.copy_(piece * upstream)
+    return out
+
+
+# Fakes ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("streamkl::logsumexp")
+def _(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    dtype = args[-2]
+    return _empty_rows(q, dtype), _empty_rows(q, dtype)
+
+
+@torch.library.register_fake("streamkl::checked_weight")
+def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return row_weight.new_empty(row_weight.shape, dtype=dtype)
+
+
+@torch.library.register_fake("streamkl::paired_rows")
+def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...]:
+    return tuple(_empty_rows(b_q, _row_dtype(a_q, b_q)) for _ in range(5))
+
+
+@torch.library.register_fake("streamkl::mixture_rows")
+def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...]:
+    return tuple(_empty_rows(b_q, _row_dtype(a_q, b_q)) for _ in range(3))
+
+
+@torch.library.register_fake("streamkl::rows_backward")
+def _(row_grad: Tensor, kl: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    tensors, (want_a, want_b) = args[4:8], args[-2:]
+    wanted = (want_a, want_a, want_b, want_b)
+    return tuple(x.new_empty(x.shape if want else 0) for x, want in zip(tensors, wanted, strict=True))
+
+
+@torch.library.register_fake("streamkl::train")
+def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, b_k: Tensor, *args: object) -> tuple[Tensor, ...]:
+    dtype = _row_dtype(a_q, b_q)
+    return tuple(b_q.new_empty(shape, dtype=dtype) for shape in ((), b_q.shape, b_k.shape))
+
+
+@torch.library.register_fake("streamkl::scale_gradient")
+def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    return gradient.new_empty(gradient.shape, dtype=dtype)
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, given, ctx.options = inputs[:6], inputs[6:-8], inputs[-8:]  # given: m_a, ln_l_a where the caller has them
+    ctx.arguments = len(inputs)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[0], *given, *output[1:])
+
+
+def _rows_backward(ctx: Any, row_grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+    saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+    tensors, kl, norm = saved[:6], saved[6], saved[7:]
+    want_a, want_b = needs[0] or needs[1], needs[2] or needs[3]
+    gradients = torch.ops.streamkl.rows_backward(row_grad, kl, *norm, *tensors, *ctx.options, want_a, want_b)
+    wanted = (grad if need else None for grad, need in zip(gradients, needs[:4], strict=True))
+    return (*wanted, *(None,) * (ctx.arguments - 4))
+
+
+for _name in ("paired_rows", "mixture_rows"):
+    torch.library.register_autograd(f"streamkl::{_name}", _rows_backward, setup_context=_save_rows)
+
+
+def _save_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.arguments = len(inputs)
+    ctx.set_materialize_grads(False)  # the gradients are outputs too: no zeros as large as they
+    ctx.dtype = inputs[2].dtype
+    ctx.save_for_backward(*output[1:])
+
+
+def _train_backward(ctx: Any, upstream: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+    gradients = (
+        torch.ops.streamkl.scale_gradient(gradient, upstream, ctx.dtype) if need else None
+        for gradient, need in zip(ctx.saved_tensors, ctx.needs_input_grad[2:4], strict=True)
+    )
+    return (None, None, *gradients, *(None,) * (ctx.arguments - 4))
+
+
+torch.library.register_autograd("streamkl::train", _train_backward, setup_context=_save_train)
+
+
+def _not_differentiable(what: str) -> Callable[..., None]:
+    def raise_error(ctx: Any, *_: object) -> None:
+        raise RuntimeError(what)
+
+    return raise_error
+
+
+for _name, _what in {
+    "rows_backward": "streamkl: the gradient of attention_kl is not differentiated a second time",
+    "scale_gradient": "streamkl: the gradient of attention_kl is not differentiated a second time",
+    "logsumexp": "streamkl: attention_lse is not differentiated; detach q and k, or the result",
+}.items():
+    torch.library.register_autograd(f"streamkl::{_name}", _not_differentiable(_what))

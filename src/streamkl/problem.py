@@ -1,0 +1,155 @@
+"""The description of one call that every engine reads: two sides, and which keys each row may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Sequence(NamedTuple):
+    """One run of rows and the run of keys they may see, inside one batch element.
+
+    Row ``i`` (counted from ``q_start``) lies on key ``i + diagonal`` (counted from ``k_start``). A dense batch
+    element, a packed sequence, a chunk of a prefill and a context-parallel shard differ in these numbers alone.
+    """
+
+    batch: int
+    q_start: int
+    q_len: int
+    k_start: int
+    k_len: int
+    diagonal: int
+
+
+class Tile(NamedTuple):
+    """A block of rows against a block of keys, as slices of the N axes; ``masked`` if not all of it is allowed.
+
+    ``offset`` is the key on the diagonal of the tile's first row, counted from the tile's first key.
+    """
+
+    batch: int
+    rows: slice
+    keys: slice
+    offset: int
+    masked: bool
+
+
+class Inputs(NamedTuple):
+    """The tensors of one divergence: ``q [B, H, Nq, D]``, ``k [B, Hkv, Nk, D]``, ``cu_seqlens [sequences + 1]``.
+
+    A packed batch is one batch element (``B = 1``) whose sequences ``cu_seqlens`` names.
+    """
+
+    a_q: Tensor
+    a_k: Tensor
+    b_q: Tensor
+    b_k: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """One gradient an input, ``None`` where it was not asked for."""
+
+    a_q: Tensor | None
+    a_k: Tensor | None
+    b_q: Tensor | None
+    b_k: Tensor | None
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two distributions: ``heads`` query heads over ``kv_heads`` key heads of width ``dim``.
+
+    Its logits are ``scale * <q, k>``, through a relu where ``relu`` is set.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    relu: bool = False
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, scale: float | None = None, relu: bool = False) -> Side:
+        """Reads the side of ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``; the scale defaults to ``1/sqrt(D)``."""
+        dim = q.shape[3]
+        return cls(q.shape[1], k.shape[1], dim, dim**-0.5 if scale is None else scale, relu)
+
+    def kv_head(self, head: int) -> int:
+        """The key head that query head ``head`` reads."""
+        return head // (self.heads // self.kv_heads)
+
+
+@dataclass(frozen=True)
+class Support:
+    """Which keys each row may see.
+
+    Row ``i`` of a sequence sees the keys from ``i + diagonal - left`` to ``i + diagonal + right``; ``None`` is
+    unbounded. Causal masking is ``right = 0``; sequences are aligned bottom-right, so ``diagonal = k_len - q_len``.
+    """
+
+    batch: int
+    nq: int
+    nk: int
+    left: int | None = None
+    right: int | None = None
+
+    def sequences(self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Iterator[Sequence]:
+        """Walks the sequences: one per batch element, or the packed ones (which reads ``cu_seqlens`` on the host)."""
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            for batch in range(self.batch):
+                yield Sequence(batch, 0, self.nq, 0, self.nk, self.nk - self.nq)
+            return
+        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        for n in range(len(starts_q) - 1):
+            q_len, k_len = starts_q[n + 1] - starts_q[n], starts_k[n + 1] - starts_k[n]
+            yield Sequence(0, starts_q[n], q_len, starts_k[n], k_len, k_len - q_len)
+
+    def live_rows(self, seq: Sequence) -> tuple[int, int]:
+        """The half-open range of the sequence's rows that see at least one key."""
+        if seq.k_len == 0:
+            return 0, 0
+        first = 0 if self.right is None else max(0, -seq.diagonal - self.right)
+        last = seq.q_len if self.left is None else min(seq.q_len, seq.k_len - seq.diagonal + self.left)
+        return first, max(first, last)
+
+    def tiles(self, seq: Sequence, block_q: int, block_k: int) -> Iterator[list[Tile]]:
+        """Walks the blocks of live rows; for each, the list of tiles that hold an allowed pair, and no other."""
+        first, last = self.live_rows(seq)
+        for i0 in range(first, last, block_q):
+            i1 = min(i0 + block_q, last)
+            j_first = 0 if self.left is None else max(0, i0 + seq.diagonal - self.left)
+            j_last = seq.k_len if self.right is None else min(seq.k_len, i1 + seq.diagonal + self.right)
+            tiles = []
+            for j0 in range(j_first, j_last, block_k):
+                j1 = min(j0 + block_k, j_last)
+                full = (self.right is None or j1 - 1 <= i0 + seq.diagonal + self.right) and (
+                    self.left is None or j0 >= i1 - 1 + seq.diagonal - self.left
+                )
+                rows = slice(seq.q_start + i0, seq.q_start + i1)
+                keys = slice(seq.k_start + j0, seq.k_start + j1)
+                tiles.append(Tile(seq.batch, rows, keys, i0 + seq.diagonal - j0, not full))
+            yield tiles
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One divergence ``KL(a || b)``: side ``a`` weighs the logarithms, side ``b`` is compared with it.
+
+    Forward KL has the teacher on side ``a``, reverse KL the student. Distribution ``r`` of ``b.heads`` is compared
+    with the mean of the ``group`` consecutive heads of ``a`` that start at ``r * group``.
+    """
+
+    a: Side
+    b: Side
+    support: Support
+    deterministic: bool = False
+
+    @property
+    def group(self) -> int:
+        """How many heads of ``a`` one distribution of ``b`` is compared with."""
+        return self.a.heads // self.b.heads

@@ -1,0 +1,135 @@
+"""The definition: the divergence with both ``Nq x Nk`` matrices written out, differentiated by autograd.
+
+It shares no code with the rest of the package, so that agreement with it means something. In float64 it is what every
+engine is held to. In lower precision it is the eager implementation people write: products in the inputs' dtype,
+everything after them in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attention_kl(
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    student_q: Tensor,
+    student_k: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    student_activation: str | None = None,
+    row_weight: Tensor | None = None,
+    divergence: str = "forward",
+    reduction: str = "mean",
+) -> Tensor:
+    """What `streamkl.attention_kl` computes, with the same arguments, in O(Nq Nk) memory."""
+    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    if packed:
+        teacher_q, teacher_k, student_q, student_k = (
+            x.transpose(0, 1)[None] for x in (teacher_q, teacher_k, student_q, student_k)
+        )
+    allowed = allowed_pairs(teacher_q.shape[2], teacher_k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k)
+    allowed = allowed.to(teacher_q.device)
+    alive = allowed.any(-1)
+
+    a = logits(teacher_q, teacher_k, teacher_scale)  # [B, H, Nq, Nk]
+    b = logits(student_q, student_k, student_scale)  # [B, R, Nq, Nk]
+    if student_activation == "relu":
+        b = b.relu()
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    log_p = log_softmax(a.to(dtype), allowed).unflatten(1, (b.shape[1], -1))  # [B, R, H/R, Nq, Nk]
+    log_p = log_p.logsumexp(2) - math.log(log_p.shape[2])
+    log_q = log_softmax(b.to(dtype), allowed)
+    if divergence == "reverse":
+        log_p, log_q = log_q, log_p
+    kl = torch.where(allowed, log_p.exp() * (log_p - log_q), 0.0).sum(-1)  # [B, R, Nq]
+
+    weight = torch.ones_like(kl) if row_weight is None else _as_rows(row_weight, kl, packed)
+    weight = torch.where(alive, weight, 0.0)
+    rows = torch.where(weight != 0, weight * kl, 0.0)
+    if reduction == "none":
+        return rows[0] if packed else rows
+    if reduction == "sum":
+        return rows.sum()
+    total = weight.sum()
+    return rows.sum() / torch.where(total == 0, 1.0, total)
+
+
+def attention_lse(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
+    """What `streamkl.attention_lse` computes, with the same arguments, in O(Nq Nk) memory."""
+    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    if packed:
+        q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+    allowed = allowed_pairs(q.shape[2], k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k).to(q.device)
+    lse = logits(q, k, scale).masked_fill(~allowed, -torch.inf).logsumexp(-1)
+    return lse[0] if packed else lse
+
+
+def logits(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    """``scale * <q, k>`` for ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``: ``[B, H, Nq, Nk]``, float32 or float64."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    products = q @ k.transpose(-1, -2)
+    products = products.to(torch.promote_types(products.dtype, torch.float32))
+    return products * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def log_softmax(x: Tensor, allowed: Tensor) -> Tensor:
+    """Log-softmax over the allowed keys; 0, and no gradient, at the others and in rows that allow none."""
+    alive = allowed.any(-1, keepdim=True)
+    x = x.masked_fill(~(allowed | ~alive), -torch.inf)
+    return x.log_softmax(-1).masked_fill(~allowed, 0.0)
+
+
+def allowed_pairs(
+    nq: int,
+    nk: int,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Tensor:
+    """Which keys each row may see, ``[Nq, Nk]`` of bool, aligned bottom-right within each sequence."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        starts_q, starts_k = [0, nq], [0, nk]
+    else:
+        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    allowed = torch.zeros(nq, nk, dtype=torch.bool)
+    for n in range(len(starts_q) - 1):
+        rows = torch.arange(starts_q[n + 1] - starts_q[n])[:, None]
+        keys = torch.arange(starts_k[n + 1] - starts_k[n])
+        on = rows + len(keys) - len(rows)  # the key on the diagonal
+        block = torch.ones(len(rows), len(keys), dtype=torch.bool)
+        if causal:
+            block &= keys <= on
+        if window is not None and window[0] >= 0:
+            block &= keys >= on - window[0]
+        if window is not None and window[1] >= 0:
+            block &= keys <= on + window[1]
+        allowed[starts_q[n] : starts_q[n + 1], starts_k[n] : starts_k[n + 1]] = block
+    return allowed
+
+
+def _as_rows(row_weight: Tensor, kl: Tensor, packed: bool) -> Tensor:
+    """``[B, Nq]`` or ``[B, R, Nq]`` (packed: ``[Tq]`` or ``[R, Tq]``) as the shape and dtype of the row losses."""
+    if packed:
+        row_weight = row_weight[None]
+    if row_weight.dim() == 2:
+        row_weight = row_weight[:, None]
+    return row_weight.to(kl.dtype).expand_as(kl)

@@ -1,0 +1,162 @@
+"""The mergeable row states: what a row remembers of the keys it has seen so far.
+
+Row vectors are ``[...]``, tiles of logits ``[..., keys]``; a logit of ``-inf`` is a masked pair. Two states of
+disjoint sets of keys merge in any order, so tiles, split keys, threads and ranks all use one formula.
+The derivations are in ``docs/maths.md``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def _finite(m: Tensor) -> Tensor:
+    """A row that has seen no key has maximum ``-inf``; 0 in its place keeps ``-inf - m`` from being nan."""
+    return torch.where(m == -torch.inf, 0.0, m)
+
+
+def _decay(m: Tensor, merged: Tensor) -> Tensor:
+    """The factor ``e^(m - merged)`` by which sums relative to ``m`` shrink; 0 for a row that has seen no key."""
+    return torch.exp(m - _finite(merged))
+
+
+class LogSumExp(NamedTuple):
+    """Maximum ``m`` and ``l = sum e^(x - m)`` of the logits of one side."""
+
+    m: Tensor
+    l: Tensor
+
+    @classmethod
+    def identity(cls, like: Tensor) -> LogSumExp:
+        """The state of rows that have seen no key, one for each element of the row vector ``like``."""
+        none, zero = torch.full_like(like, -torch.inf), torch.zeros_like(like)
+        return cls(none, zero)
+
+    @classmethod
+    def of_tile(cls, x: Tensor) -> LogSumExp:
+        """The state after one tile of logits."""
+        m = x.amax(-1)
+        return cls(m, torch.exp(x - _finite(m)[..., None]).sum(-1))
+
+    def merge(self, other: LogSumExp) -> LogSumExp:
+        """The state after the keys of both."""
+        m = torch.maximum(self.m, other.m)
+        return LogSumExp(m, self.l * _decay(self.m, m) + other.l * _decay(other.m, m))
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """``(m, ln l)``, whose sum is the log-sum-exp; ``(-inf, 0)`` for a row that has seen no key."""
+        return self.m, torch.where(self.l != 0, torch.log(self.l), 0.0)
+
+
+class PairedState(NamedTuple):
+    """Five numbers a row, in the relative form, for one head of ``a`` against one of ``b``.
+
+    ``m_a, l_a`` and ``m_b, l_b`` are each side's log-sum-exp; ``acc = sum e^(a - m_a) [(a - m_a) - (b - m_b)]``.
+    """
+
+    m_a: Tensor
+    l_a: Tensor
+    m_b: Tensor
+    l_b: Tensor
+    acc: Tensor
+
+    @classmethod
+    def identity(cls, like: Tensor) -> PairedState:
+        """The state of rows that have seen no key, one for each element of the row vector ``like``."""
+        none, zero = torch.full_like(like, -torch.inf), torch.zeros_like(like)
+        return cls(none, zero, none, zero, zero)
+
+    @classmethod
+    def of_tile(cls, a: Tensor, b: Tensor, masked: bool = True) -> PairedState:
+        """The state after one tile of both sides' logits, masked at the same places or, by promise, nowhere."""
+        m_a, m_b = a.amax(-1), b.amax(-1)
+        a = a - _finite(m_a)[..., None]
+        b = b - _finite(m_b)[..., None]
+        weight = torch.exp(a)
+        difference = a - b
+        if masked:
+            difference.masked_fill_(a == -torch.inf, 0.0)
+        acc = difference.mul_(weight).sum(-1)
+        return cls(m_a, weight.sum(-1), m_b, torch.exp_(b).sum(-1), acc)
+
+    def merge(self, other: PairedState) -> PairedState:
+        """The state after the keys of both."""
+        m_a, m_b = torch.maximum(self.m_a, other.m_a), torch.maximum(self.m_b, other.m_b)
+        l_a = l_b = acc = torch.zeros_like(self.acc)
+        for part in (self, other):
+            alpha, beta = _decay(part.m_a, m_a), _decay(part.m_b, m_b)
+            shift = (part.m_a - m_a) - (part.m_b - m_b)
+            acc = acc + torch.where(part.l_a != 0, alpha * (part.acc + part.l_a * shift), 0.0)
+            l_a = l_a + alpha * part.l_a
+            l_b = l_b + beta * part.l_b
+        return PairedState(m_a, l_a, m_b, l_b, acc)
+
+    def kl(self) -> Tensor:
+        """The divergence of each row; exactly 0 for a row that has seen no key."""
+        kl = self.acc / self.l_a + torch.log(self.l_b / self.l_a)
+        return torch.where(self.l_a != 0, kl, 0.0)
+
+
+class MixtureState(NamedTuple):
+    """Four numbers a row, for a target ``p`` known up to a factor a row, against one head of ``b``.
+
+    ``m_b, l_b`` are the log-sum-exp of ``b``, ``s = sum p`` and ``acc = sum p [ln p - (b - m_b)]``.
+    """
+
+    m_b: Tensor
+    l_b: Tensor
+    s: Tensor
+    acc: Tensor
+
+    @classmethod
+    def identity(cls, like: Tensor) -> MixtureState:
+        """The state of rows that have seen no key, one for each element of the row vector ``like``."""
+        none, zero = torch.full_like(like, -torch.inf), torch.zeros_like(like)
+        return cls(none, zero, zero, zero)
+
+    @classmethod
+    def of_tile(cls, p: Tensor, b: Tensor) -> MixtureState:
+        """The state after one tile of the target and of the logits of ``b``."""
+        m_b = b.amax(-1)
+        b = b - _finite(m_b)[..., None]
+        s, acc = mixture_sums(p, b)
+        return cls(m_b, torch.exp_(b).sum(-1), s, acc)
+
+    def merge(self, other: MixtureState) -> MixtureState:
+        """The state after the keys of both."""
+        m_b = torch.maximum(self.m_b, other.m_b)
+        l_b = s = acc = torch.zeros_like(self.acc)
+        for part in (self, other):
+            acc = acc + torch.where(part.s != 0, part.acc + part.s * (m_b - part.m_b), 0.0)
+            l_b = l_b + part.l_b * _decay(part.m_b, m_b)
+            s = s + part.s
+        return MixtureState(m_b, l_b, s, acc)
+
+    def kl(self) -> Tensor:
+        """The divergence of each row; exactly 0 for a row that has seen no key."""
+        return mixture_kl(self.s, self.acc, self.l_b)
+
+
+class Normalisers(NamedTuple):
+    """What a backward sweep needs of both sides' finished states: ``m`` and ``ln l``, ``[B, heads, Nq]``.
+
+    Kept as pairs: their sum, the log-sum-exp, would round away the digits that a large offset has shifted out.
+    """
+
+    m_a: Tensor
+    ln_l_a: Tensor
+    m_b: Tensor
+    ln_l_b: Tensor
+
+
+def mixture_sums(p: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """``(sum p, sum p [ln p - b])`` of a tile, where ``p = 0`` contributes 0."""
+    return p.sum(-1), torch.where(p != 0, torch.log(p).sub_(b).mul_(p), 0.0).sum(-1)
+
+
+def mixture_kl(s: Tensor, acc: Tensor, l_b: Tensor | float) -> Tensor:
+    """``acc / s + ln(l_b / s)``: dividing by ``s`` absorbs any factor of ``p``, and so a rounded teacher LSE."""
+    return torch.where(s != 0, acc / s + torch.log(l_b / s), 0.0)

@@ -1,0 +1,20 @@
+"""What holds an engine to the contract: seeded problems, the accuracy rule, and a pytest plugin that poisons memory.
+
+Nothing in the package imports it; a project that brings an engine of its own can.
+"""
+
+from streamkl.testing.accuracy import Errors, Results, check_accuracy, evaluate
+from streamkl.testing.problems import STUDENT, TEACHER, Case, Heads, make_case, random_case
+
+__all__ = [
+    "STUDENT",
+    "TEACHER",
+    "Case",
+    "Errors",
+    "Heads",
+    "Results",
+    "check_accuracy",
+    "evaluate",
+    "make_case",
+    "random_case",
+]

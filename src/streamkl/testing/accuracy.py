@@ -1,0 +1,225 @@
+"""The accuracy rule, and how a case is run for it.
+
+An output may err against the float64 reference at most twice as much as the eager implementation does, plus one
+rounding of the output. Eager is ``reference.py`` in the inputs' own dtypes: products in them, everything after in
+float32. An eager run may be right by chance: its error is the largest over several orders of the head dimensions, which
+change no exact value, and that of a reduced loss is the sum of its rows' errors, none of which cancels another. Where
+the caller gives ``teacher_lse``, what its rounding does to the outputs is added. No tolerance is set by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import streamkl
+from streamkl import reference
+from streamkl.testing.problems import Case
+
+EAGER_ROWS = 512
+"""Over how many rows, of all runs together, the largest eager error is taken: few rows are run more often."""
+
+EAGER_PAIRS = 1 << 22
+"""How many logits of a head all eager runs together may compute."""
+
+
+class Results(NamedTuple):
+    """A loss and the gradients that were asked for, by the name of their input."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        """All outputs by name."""
+        return {"loss": self.loss, **self.gradients}
+
+
+class Errors(NamedTuple):
+    """For each output its largest error against float64, and the largest that the rule allows."""
+
+    error: dict[str, float]
+    bound: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """The largest ratio of error to bound: the rule holds where it is at most 1."""
+        ratios = (_ratio(error, self.bound[name]) for name, error in self.error.items())
+        return max(ratios, default=0.0)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {error:.3g} (allowed {self.bound[name]:.3g})" for name, error in self.error.items())
+
+
+def evaluate(function: Callable[..., Tensor], tensors: dict[str, Tensor], case: Case, **options: Any) -> Results:
+    """Runs a function with the signature of ``attention_kl`` forward and backward.
+
+    Args:
+        function: What to run.
+        tensors: The four inputs by name: ``case.tensors`` or ``case.clean(...)``.
+        case: Names the gradients that are wanted and their upstream.
+        options: Keyword arguments of the call.
+    """
+    leaves = {name: x.detach().requires_grad_(name in case.wanted) for name, x in tensors.items()}
+    loss = function(**leaves, **options)
+    gradients = torch.autograd.grad(loss, [leaves[name] for name in case.wanted], case.upstream.to(loss.dtype))
+    return Results(loss.detach(), dict(zip(case.wanted, gradients, strict=True)))
+
+
+def check_accuracy(case: Case, backend: str = "auto") -> Errors:
+    """Runs a case on an engine and holds it to the rule.
+
+    Args:
+        case: From `random_case`.
+        backend: The engine.
+
+    Returns:
+        Errors and bounds; the engine passes if ``worst <= 1``.
+
+    Example:
+        >>> from streamkl.testing import check_accuracy, random_case
+        >>> check_accuracy(random_case(7)).worst <= 1
+        True
+    """
+    ours = evaluate(
+        streamkl.attention_kl, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend=backend
+    ).named()
+    exact = evaluate(reference.attention_kl, case.clean(torch.float64), case, **case.options).named()
+    eager_error, lse_error = _eager_error(case), _lse_error(case)
+    error, bound = {}, {}
+    for name, value in ours.items():
+        if value.shape != exact[name].shape:
+            raise AssertionError(f"{name} has shape {list(value.shape)}, not {list(exact[name].shape)}: {case}")
+        info = torch.finfo(value.dtype)
+        rounding = info.eps * max(_largest(exact[name]), info.smallest_normal)
+        error[name] = _largest(value.double() - exact[name])
+        bound[name] = 2 * eager_error[name] + rounding + lse_error.get(name, 0.0)
+    return Errors(error, bound)
+
+
+def _eager_error(case: Case) -> dict[str, float]:
+    """The largest error of the eager implementation over several orders of the head dimensions.
+
+    In float64 eager is the reference itself and errs by nothing that could be seen. There it is measured in float32,
+    scaled by the ratio of the roundings, and doubled, because then the reference may err as much as the engine.
+    """
+    tensors, scale = case.clean(), 1.0
+    if all(x.dtype == torch.float64 for x in tensors.values()):
+        tensors = case.clean(torch.float32)
+        scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    doubles = {name: x.double() for name, x in tensors.items()}
+    exact = evaluate(reference.attention_kl, doubles, case, **case.options).named()
+    largest = dict.fromkeys(exact, 0.0)
+    rng = torch.Generator().manual_seed(case.seed)
+    for run in range(_eager_runs(case)):
+        orders = {}
+        for side in ("teacher", "student"):
+            dim = tensors[f"{side}_q"].shape[-1]
+            order = torch.randperm(dim, generator=rng) if run else torch.arange(dim)
+            orders[f"{side}_q"] = orders[f"{side}_k"] = order.to(case.upstream.device)
+        shuffled = {name: x[..., orders[name]] for name, x in tensors.items()}
+        eager = evaluate(reference.attention_kl, shuffled, case, **case.options).named()
+        for name, value in eager.items():
+            wanted = exact[name][..., orders[name]] if name in orders else exact[name]
+            largest[name] = max(largest[name], scale * _largest(value.double() - wanted))
+    if case.options.get("reduction", "mean") != "none":
+        largest["loss"] = max(largest["loss"], scale * _summed_row_error(case, tensors))
+    return largest
+
+
+def _eager_runs(case: Case) -> int:
+    """How often eager is run: more often for few rows, less for a large problem."""
+    rows = max(1, int((_weights(case) > 0).sum()))
+    pairs = max(1, _allowed(case).numel() * case.tensors["teacher_q"].shape[-3])
+    return max(1, min(64, max(4, EAGER_ROWS // rows), EAGER_PAIRS // pairs))
+
+
+def _summed_row_error(case: Case, tensors: dict[str, Tensor]) -> float:
+    """The eager error of a reduced loss if no row's error cancelled another's."""
+    options = {**case.options, "reduction": "none"}
+    eager = reference.attention_kl(**tensors, **options)
+    exact = reference.attention_kl(**{name: x.double() for name, x in tensors.items()}, **options)
+    error = (eager.double() - exact).abs().sum()
+    if case.options.get("reduction", "mean") == "mean":
+        error = error / _weights(case).sum().clamp_min(torch.finfo(torch.float64).tiny)
+    return error.item()
+
+
+def _weights(case: Case) -> Tensor:
+    """The weight of each row, ``[B, R, Nq]``: 0 where it sees no key."""
+    packed = case.options.get("cu_seqlens_q") is not None
+    q = case.tensors["student_q"].transpose(0, 1)[None] if packed else case.tensors["student_q"]
+    ones = torch.ones(q.shape[:3], dtype=torch.float64, device=q.device)
+    weight = case.options.get("row_weight")
+    if weight is not None:
+        weight = (weight[None] if packed else weight).double()
+        ones = ones * (weight if weight.dim() == 3 else weight[:, None])
+    return torch.where(_allowed(case).any(-1), ones, 0.0)
+
+
+def _allowed(case: Case) -> Tensor:
+    """Which pairs are allowed, ``[Nq, Nk]``."""
+    o, tokens = case.options, 0 if case.options.get("cu_seqlens_q") is not None else 2
+    nq, nk = (case.tensors[name].shape[tokens] for name in ("student_q", "student_k"))
+    mask = (o["causal"], o["window"], o.get("cu_seqlens_q"), o.get("cu_seqlens_k"))
+    return reference.allowed_pairs(nq, nk, *mask).to(case.upstream.device)
+
+
+def _lse_error(case: Case) -> dict[str, float]:
+    """What a given ``teacher_lse`` does to the outputs, to first order.
+
+    Probabilities are then ``e^(a - LSE)``, normalised by somebody else's logits: each head's are off by a factor of
+    ``1 + delta`` at most, where ``delta`` is the rounding of the LSE and the error of float32 (float64) logits. The
+    loss of a row moves by at most ``delta (1 + 2 sum p |ln p - ln q|)``, a student logit's derivative by ``delta p``.
+    """
+    if case.teacher_lse is None:
+        return {}
+    finite = case.teacher_lse[case.teacher_lse.isfinite()]
+    x = case.clean(torch.float64)
+    o = case.options
+    packed = o.get("cu_seqlens_q") is not None
+    if packed:
+        x = {name: value.transpose(0, 1)[None] for name, value in x.items()}
+    q, k = x["student_q"], x["student_k"]
+    allowed = _allowed(case)
+    a = reference.logits(x["teacher_q"], x["teacher_k"], o.get("teacher_scale"))
+    a_float = reference.logits(x["teacher_q"].float(), x["teacher_k"].float(), o.get("teacher_scale"))
+    a_of_float = reference.logits(
+        x["teacher_q"].float().double(), x["teacher_k"].float().double(), o.get("teacher_scale")
+    )
+    eps, eps_float = torch.finfo(finite.dtype).eps, torch.finfo(torch.float32).eps
+    delta = eps * _largest(finite) + eps / eps_float * _largest(a_float - a_of_float)
+    b = reference.logits(q, k, o.get("student_scale"))
+    log_q = reference.log_softmax(b.relu() if o.get("student_activation") else b, allowed)
+    p = reference.log_softmax(a, allowed).exp().unflatten(1, (q.shape[1], -1)).mean(2) * allowed
+    distance = torch.where(p > 0, p * (p.log() - log_q).abs(), 0.0).sum(-1)
+
+    weight = _weights(case)
+    if o.get("reduction", "mean") == "mean":
+        weight = weight / weight.sum().clamp_min(torch.finfo(torch.float64).tiny)
+    rows = delta * weight * (1 + 2 * distance)
+    weight = weight * case.upstream.abs()
+    scale = q.shape[-1] ** -0.5 if (given := o.get("student_scale")) is None else given
+    moved = delta * abs(scale) * weight[..., None] * p
+    repeats = q.shape[1] // k.shape[1]
+    dq = moved @ k.abs().repeat_interleave(repeats, 1)
+    dk = (moved.transpose(-1, -2) @ q.abs()).unflatten(1, (-1, repeats)).sum(2)
+    return {
+        "loss": _largest(rows) if o.get("reduction") == "none" else rows.sum().item(),
+        "student_q": _largest(dq),
+        "student_k": _largest(dk),
+    }
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude, nan if there is one, 0 of nothing."""
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _ratio(error: float, bound: float) -> float:
+    """``error / bound``; infinite for a nan and for any error where none is allowed."""
+    if error == 0:
+        return 0.0
+    return error / bound if bound > 0 and error == error else float("inf")

@@ -1,0 +1,298 @@
+"""From a caller's arguments to tensors in one layout and the numbers that describe them, or a ``ValueError``.
+
+Shapes, dtypes and devices are checked on every call and cost nothing on the device. What needs a tensor's values is
+checked by `check_cu_seqlens` and `check_row_weight`, which the ops call: always on CPU tensors, elsewhere only under
+``STREAMKL_CHECK=1``, so that nothing synchronises and ``torch.compile`` traces through.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "reference", "tiled")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Keys(NamedTuple):
+    """Which keys a row may see: ``right = 0`` is causal, ``None`` unbounded; ``cu_seqlens`` names packed sequences."""
+
+    left: int | None
+    right: int | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed along the tokens."""
+        return self.cu_seqlens_q is not None
+
+
+class KLArguments(NamedTuple):
+    """The checked arguments of ``attention_kl``: q and k ``[B, H, N, D]``, row tensors ``[B, heads, Nq]``."""
+
+    teacher_q: Tensor
+    teacher_k: Tensor
+    student_q: Tensor
+    student_k: Tensor
+    keys: Keys
+    teacher_lse: Tensor | None
+    row_weight: Tensor | None
+    deterministic: bool
+
+
+class LSEArguments(NamedTuple):
+    """The checked arguments of ``attention_lse``: q and k ``[B, H, N, D]``."""
+
+    q: Tensor
+    k: Tensor
+    keys: Keys
+
+
+def attention_kl_arguments(
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    student_q: Tensor,
+    student_k: Tensor,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    teacher_scale: float | None,
+    student_scale: float | None,
+    student_activation: str | None,
+    teacher_lse: Tensor | None,
+    row_weight: Tensor | None,
+    divergence: str,
+    reduction: str,
+    deterministic: bool | None,
+    backend: str,
+) -> KLArguments:
+    """Checks a call of ``attention_kl``; packed tensors come back as views with a batch of 1."""
+    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
+    named = {"teacher_q": teacher_q, "teacher_k": teacher_k, "student_q": student_q, "student_k": student_k}
+    teacher_q, teacher_k, student_q, student_k = _canonical(named, keys)
+    _check_pair("teacher", teacher_q, teacher_k, keys)
+    _check_pair("student", student_q, student_k, keys)
+    for name, teacher, student in (("q", teacher_q, student_q), ("k", teacher_k, student_k)):
+        for axis, dim in (("batch", 0), ("tokens", 2)):
+            if teacher.shape[dim] != student.shape[dim]:
+                raise ValueError(
+                    f"teacher_{name} and student_{name} must have the same {axis}: "
+                    f"got {teacher.shape[dim]} and {student.shape[dim]}"
+                )
+    heads, distributions = teacher_q.shape[1], student_q.shape[1]
+    if heads % distributions != 0:
+        raise ValueError(
+            f"teacher_q heads must be a multiple of student_q heads, so that each student head gets a group of teacher "
+            f"heads: got {heads} and {distributions}"
+        )
+
+    _check_scale("teacher_scale", teacher_scale)
+    _check_scale("student_scale", student_scale)
+    _check_choice("student_activation", student_activation, (None, "relu"))
+    _check_choice("divergence", divergence, ("forward", "reverse"))
+    _check_choice("reduction", reduction, ("mean", "sum", "none"))
+    _check_choice("backend", backend, BACKENDS)
+    _check_choice("deterministic", deterministic, (None, True, False))
+    if divergence == "reverse" and heads != distributions:
+        raise ValueError(
+            f"divergence='reverse' is defined head by head, for as many teacher_q as student_q heads: "
+            f"got {heads} and {distributions}"
+        )
+    if heads != distributions and torch.is_grad_enabled() and (teacher_q.requires_grad or teacher_k.requires_grad):
+        raise ValueError(
+            f"gradients to the teacher exist for as many teacher_q as student_q heads: got {heads} and "
+            f"{distributions}; detach teacher_q and teacher_k"
+        )
+
+    if teacher_lse is not None:
+        teacher_lse = _row_tensor("teacher_lse", teacher_lse, student_q, heads, keys, False)
+        if teacher_lse.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"teacher_lse must be float32 or float64, because its rounding scales every probability: "
+                f"got {teacher_lse.dtype}"
+            )
+    if row_weight is not None:
+        row_weight = _row_tensor("row_weight", row_weight, student_q, distributions, keys, True)
+        if row_weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "row_weight is not differentiated: got one that requires a gradient; detach it, "
+                "or weigh the rows of reduction='none'"
+            )
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return KLArguments(
+        teacher_q, teacher_k, student_q, student_k, keys, teacher_lse, row_weight, deterministic
+    )  # fmt: skip
+
+
+def attention_lse_arguments(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    backend: str,
+) -> LSEArguments:
+    """Checks a call of ``attention_lse``; packed tensors come back as views with a batch of 1."""
+    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
+    q, k = _canonical({"q": q, "k": k}, keys)
+    _check_pair("", q, k, keys)
+    _check_scale("scale", scale)
+    _check_choice("backend", backend, BACKENDS)
+    return LSEArguments(q, k, keys)
+
+
+def check_values(arguments: KLArguments | LSEArguments) -> None:
+    """Checks what needs the tensors' values, for a caller that does not go through the operators."""
+    q, k = arguments[:2]
+    keys = arguments.keys
+    check_cu_seqlens(keys.cu_seqlens_q, keys.cu_seqlens_k, q.shape[2], k.shape[2])
+    if isinstance(arguments, KLArguments):
+        check_row_weight(arguments.row_weight)
+
+
+def check_cu_seqlens(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, nq: int, nk: int) -> None:
+    """Checks that ``cu_seqlens`` start at 0, do not fall and end within the tensors."""
+    for name, cu, tokens in (("cu_seqlens_q", cu_seqlens_q, nq), ("cu_seqlens_k", cu_seqlens_k, nk)):
+        if cu is None or not _may_read(cu):
+            continue
+        starts = cu.tolist()
+        if starts[0] != 0:
+            raise ValueError(f"{name} must start at 0: got {starts[0]}")
+        for n in range(len(starts) - 1):
+            if starts[n + 1] < starts[n]:
+                raise ValueError(f"{name} must not fall: got {starts[n + 1]} after {starts[n]} at position {n + 1}")
+        if starts[-1] > tokens:
+            raise ValueError(f"{name} must end within the {tokens} tokens given: got {starts[-1]}")
+
+
+def check_row_weight(row_weight: Tensor | None) -> None:
+    """Checks that row weights are finite and not negative."""
+    if row_weight is None or not _may_read(row_weight):
+        return
+    good = torch.isfinite(row_weight) & (row_weight >= 0)
+    if not bool(good.all()):
+        raise ValueError(f"row_weight must be finite and not negative: got {row_weight[~good][0].item()}")
+
+
+def _may_read(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" or os.environ.get("STREAMKL_CHECK") == "1"
+
+
+def _keys(
+    causal: bool, window: tuple[int, int] | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> Keys:
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False: got {causal!r}")
+    left = right = None
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(_is_int(w) for w in window):
+            raise ValueError(f"window must be two integers (left, right), negative for unbounded: got {window!r}")
+        left, right = (None if side < 0 else side for side in window)
+    if causal:
+        right = 0
+    given = [name for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)) if cu is not None]
+    if len(given) == 1:
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k go together: got {given[0]} alone")
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if not isinstance(cu, Tensor):
+                raise ValueError(f"{name} must be a tensor: got {type(cu).__name__}")
+            if cu.dim() != 1 or cu.shape[0] == 0:
+                raise ValueError(f"{name} must be of shape [sequences + 1]: got {list(cu.shape)}")
+            if cu.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{name} must be int32 or int64: got {cu.dtype}")
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences: "
+                f"got {cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
+            )
+    return Keys(left, right, cu_seqlens_q, cu_seqlens_k)
+
+
+def _canonical(named: dict[str, Tensor], keys: Keys) -> list[Tensor]:
+    """Checks rank, dtype, layout and device; returns ``[B, H, N, D]`` views."""
+    layout = "[tokens, heads, dim] with cu_seqlens" if keys.packed else "[batch, heads, tokens, dim]"
+    first_name, first = next(iter(named.items()))
+    out = []
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor: got {type(x).__name__}")
+        if x.dim() != (3 if keys.packed else 4):
+            raise ValueError(f"{name} must be of shape {layout}: got {list(x.shape)}")
+        if x.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense tensor: got layout {x.layout}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} must be float64, float32, bfloat16 or float16: got {x.dtype}")
+        if x.device != first.device:
+            raise ValueError(f"{name} must be on the device of {first_name}, {first.device}: got {x.device}")
+        view = x.transpose(0, 1).unsqueeze(0) if keys.packed else x
+        for axis, dim in (("head", 1), ("dimension", 3)):
+            if view.shape[dim] == 0:
+                raise ValueError(f"{name} must have at least one {axis}: got shape {list(x.shape)}")
+        out.append(view)
+    for name, cu in (("cu_seqlens_q", keys.cu_seqlens_q), ("cu_seqlens_k", keys.cu_seqlens_k)):
+        if cu is not None and cu.device != first.device:
+            raise ValueError(f"{name} must be on the device of {first_name}, {first.device}: got {cu.device}")
+    return out
+
+
+def _check_pair(side: str, q: Tensor, k: Tensor, keys: Keys) -> None:
+    q_name, k_name = (f"{side}_q", f"{side}_k") if side else ("q", "k")
+    if q.dtype != k.dtype:
+        raise ValueError(f"{q_name} and {k_name} must share one dtype: got {q.dtype} and {k.dtype}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"{q_name} and {k_name} must have the same batch: got {q.shape[0]} and {k.shape[0]}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"{q_name} and {k_name} must have the same head dim: got {q.shape[3]} and {k.shape[3]}")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"{q_name} heads must be a multiple of {k_name} heads: got {q.shape[1]} and {k.shape[1]}")
+
+
+def _row_tensor(name: str, x: Tensor, q: Tensor, heads: int, keys: Keys, shared: bool) -> Tensor:
+    """Checks a tensor of one number a row and head, or, where ``shared``, one a row; returns ``[B, heads, Nq]``."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor: got {type(x).__name__}")
+    batch, tokens = q.shape[0], q.shape[2]
+    full = [heads, tokens] if keys.packed else [batch, heads, tokens]
+    short = [tokens] if keys.packed else [batch, tokens]
+    if list(x.shape) != full and not (shared and list(x.shape) == short):
+        wanted = f"{full} or {short}" if shared else f"{full}"
+        raise ValueError(f"{name} must be of shape {wanted}: got {list(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} must be a floating-point tensor: got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of the queries, {q.device}: got {x.device}")
+    if keys.packed:
+        x = x.unsqueeze(0)
+    if x.dim() == 2:
+        x = x.unsqueeze(1).expand(batch, heads, tokens)
+    return x
+
+
+def _check_scale(name: str, scale: float | None) -> None:
+    if scale is None:
+        return
+    if isinstance(scale, Tensor):
+        raise ValueError(f"{name} must be a Python float: got a tensor; a learned temperature multiplies q instead")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise ValueError(f"{name} must be a Python float: got {scale!r}")
+    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+        raise ValueError(f"{name} must be finite: got {scale}")
+
+
+def _check_choice(name: str, given: object, allowed: tuple[object, ...]) -> None:
+    if not any(given is option or (isinstance(option, str) and given == option) for option in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}: got {given!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)

@@ -1,0 +1,57 @@
+"""``streamkl doctor`` says what works and what is missing, and works itself when torch does not."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from streamkl import engines
+from streamkl.cli import app
+from streamkl.cli.doctor import examine, minimum_torch
+
+
+def test_a_healthy_environment() -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    for expected in ("python", torch.__version__, "cpu", "tiled", "exact to rounding", "streamkl works here"):
+        assert expected in result.output
+
+
+def test_without_torch_it_says_how_to_get_it() -> None:
+    script = "import sys; sys.modules['torch'] = None; from streamkl.cli import app; app(['doctor'])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1, result.stderr
+    assert "torch does not import" in result.stdout
+    assert f"pip install 'torch>={minimum_torch()}'" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_torch_that_is_too_old_is_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.1.0")
+    report = examine()
+    assert report.errors == [
+        (f"torch 2.1.0 is older than {minimum_torch()}", f"pip install --upgrade 'torch>={minimum_torch()}'")
+    ]
+
+
+def test_wrong_results_are_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamkl.engines import tiled
+
+    logits = tiled._logits
+    monkeypatch.setattr(tiled, "_logits", lambda *args: logits(*args) * 1.001)
+    report = examine()
+    assert "wrong results on cpu" in report.errors[0][0]
+
+
+def test_a_failing_engine_is_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "choose", lambda *_: (_ for _ in ()).throw(RuntimeError("no engine today")))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "no engine today" in result.output
+
+
+def test_help_lists_the_commands() -> None:
+    result = CliRunner().invoke(app, [])
+    assert "doctor" in result.output

@@ -1,0 +1,31 @@
+"""Which engine a call gets, and why."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from streamkl import engines
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that comes first and cannot run."""
+    module = SimpleNamespace(name="refusing", unsupported=lambda device: f"no compiler for {device}")
+    monkeypatch.setitem(sys.modules, "streamkl.engines.refusing", module)
+    monkeypatch.setattr(engines, "PREFERENCE", ("refusing", "tiled"))
+
+
+def test_auto_takes_the_first_engine_that_can_run_and_says_why_the_others_cannot(refusing: None) -> None:
+    choice = engines.choose("auto", CPU)
+    assert choice.engine.name == "tiled"
+    assert choice.reason == "refusing: no compiler for cpu; tiled runs on any device"
+
+
+def test_a_named_engine_never_falls_back(refusing: None) -> None:
+    assert engines.choose("tiled", CPU).reason == "named by the caller"
+    with pytest.raises(RuntimeError, match="backend='refusing' cannot run on cpu: refusing: no compiler for cpu"):
+        engines.choose("refusing", CPU)

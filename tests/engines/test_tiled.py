@@ -1,0 +1,150 @@
+"""The plain PyTorch engine: how many products it computes, and how much memory it takes."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from streamkl import attention_kl
+from streamkl.engines import tiled
+from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+
+BLOCK_Q, BLOCK_K = 16, 24
+TEACHER_DIM, STUDENT_DIM = 40, 56
+"""Widths that are neither the block sizes nor each other: a product's shape says what it multiplies."""
+
+
+class Products:
+    """The matrix products that the dispatcher saw inside of a ``with``, by their shapes."""
+
+    def __enter__(self) -> "Products":
+        self.profiler = torch.profiler.profile(record_shapes=True).__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.profiler.__exit__(*error)
+        products = (event.input_shapes for event in self.profiler.events() if event.name == "aten::mm")
+        self.shapes = [(a[0], a[1], b[1]) for a, b in products]
+
+    def logits(self, dim: int) -> int:
+        """Products of queries and keys of a width: ``[rows, dim] x [dim, keys]``."""
+        return sum(inner == dim for _, inner, _ in self.shapes)
+
+    def gradients(self, dim: int) -> int:
+        """Products that give a gradient of a width: ``[..., rows or keys] x [rows or keys, dim]``."""
+        return sum(outer == dim for _, _, outer in self.shapes)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "BLOCK_Q", BLOCK_Q)
+    monkeypatch.setattr(tiled, "BLOCK_K", BLOCK_K)
+
+
+def causal_tiles(nq: int, nk: int) -> int:
+    """How many tiles of a head hold a pair that a causal mask allows, counted from the mask."""
+    rows, keys = torch.arange(nq)[:, None], torch.arange(nk)
+    allowed = keys <= rows + nk - nq
+    blocks = torch.zeros(math.ceil(nq / BLOCK_Q), math.ceil(nk / BLOCK_K), dtype=torch.bool)
+    for i in range(blocks.shape[0]):
+        for j in range(blocks.shape[1]):
+            blocks[i, j] = allowed[i * BLOCK_Q : (i + 1) * BLOCK_Q, j * BLOCK_K : (j + 1) * BLOCK_K].any()
+    return int(blocks.sum())
+
+
+def count(case) -> Products:
+    with Products() as products:
+        evaluate(
+            attention_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="tiled", **case.options
+        )  # fmt: skip
+    return products
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 2, 4, 2), Heads(6, 3, 2, 1), Heads(4, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("tokens", [(100, 100), (50, 130)], ids=str)
+def test_one_teacher_sweep_for_loss_and_gradients_when_the_lse_is_given(tokens, heads, blocks) -> None:
+    case = make_case(
+        0, heads=heads, dims=(TEACHER_DIM, STUDENT_DIM), tokens=tokens, batch=1, causal=True, teacher_lse=True
+    )
+    products, tiles = count(case), causal_tiles(*tokens)
+    assert products.logits(TEACHER_DIM) == heads.teacher * tiles
+    assert products.logits(STUDENT_DIM) == 2 * heads.student * tiles  # its LSE first, then the sweep
+    assert products.gradients(STUDENT_DIM) == 2 * heads.student * tiles  # dQ and dK
+    assert products.gradients(TEACHER_DIM) == 0
+
+
+def test_a_group_mean_without_lse_costs_one_sweep_more(blocks) -> None:
+    case = make_case(0, heads=Heads(6, 3, 2, 1), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, causal=True)
+    assert count(case).logits(TEACHER_DIM) == 2 * 6 * causal_tiles(50, 50)
+
+
+@pytest.mark.parametrize("wanted", [STUDENT, STUDENT + TEACHER], ids=["student", "both"])
+def test_per_head_forward_and_one_sweep_backward(wanted, blocks) -> None:
+    case = make_case(0, heads=Heads(4, 4, 4, 4), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, causal=True, wanted=wanted)
+    products, tiles = count(case), 4 * causal_tiles(50, 50)
+    assert products.logits(TEACHER_DIM) == 2 * tiles
+    assert products.logits(STUDENT_DIM) == 2 * tiles
+    assert products.gradients(STUDENT_DIM) == 2 * tiles
+    assert products.gradients(TEACHER_DIM) == (2 * tiles if wanted != STUDENT else 0)
+
+
+def test_a_window_visits_only_its_tiles(blocks) -> None:
+    case = make_case(0, heads=Heads(1, 1, 1, 1), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, tokens=(400, 400),
+                     causal=True, window=(8, 0))  # fmt: skip
+    with Products() as products, torch.no_grad():
+        attention_kl(**case.tensors, **case.options, backend="tiled")
+    assert products.logits(TEACHER_DIM) == 400 / BLOCK_Q  # a block of 16 rows sees at most 24 keys
+
+
+class Peak(NamedTuple):
+    """What the CPU allocator had handed out at its peak: how many bytes, and how many allocations of each size."""
+
+    total: int
+    sizes: Counter[int]
+
+
+def peak_memory(step: Callable[[], object]) -> Peak:
+    """Runs ``step`` and reads the allocator's own reports of every allocation and release."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert len(events) > 100, "the allocator reported nothing"
+    held, peak, sizes = 0, Peak(0, Counter()), Counter[int]()
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        size = event.nbytes()
+        held += size
+        sizes[abs(size)] += 1 if size > 0 else -1
+        if held > peak.total:
+            peak = Peak(held, sizes.copy())
+    return peak
+
+
+def scratch(tokens: int, dtype: torch.dtype, teacher_lse: bool) -> int:
+    """Bytes at the peak of a forward and backward besides gradients, their float32 accumulators and row vectors.
+
+    Those are told by their sizes, which no tile has where ``tokens`` is odd.
+    """
+    dim = 64
+    q, k = (torch.randn(1, 1, tokens, dim, dtype=dtype) for _ in range(2))
+    lse = torch.full((1, 1, tokens), 10.0) if teacher_lse else None
+    student = [torch.randn(1, 1, tokens, dim, dtype=dtype).requires_grad_() for _ in range(2)]
+    peak = peak_memory(lambda: attention_kl(q, k, *student, causal=True, teacher_lse=lse, backend="tiled").backward())
+    gradients = {tokens * dim * itemsize for itemsize in (2, 4)}
+    rows = {tokens, tokens * 4}
+    assert sum(peak.sizes[size] for size in gradients) <= 4  # two gradients, and their accumulators
+    assert sum(peak.sizes[size] for size in rows) <= 12
+    return peak.total - sum(size * peak.sizes[size] for size in gradients | rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "teacher_lse"), [(torch.float32, False), (torch.bfloat16, True)], ids=["two_sweeps", "one_sweep"]
+)
+def test_scratch_does_not_grow_with_the_sequence(dtype: torch.dtype, teacher_lse: bool) -> None:
+    short, long = (scratch(tokens, dtype, teacher_lse) for tokens in (4097, 65537))
+    print(f"scratch: {short} bytes at 4,097 tokens, {long} at 65,537")
+    assert long <= 64 << 20
+    assert abs(long - short) <= 0.1 * short, f"{short} bytes at 4,097 tokens, {long} at 65,537"

@@ -1,0 +1,70 @@
+"""``import streamkl`` is light: what it loads, and how long it takes, seen from a fresh process."""
+
+import statistics
+import subprocess
+import sys
+
+FORBIDDEN = ("triton", "transformers", "typer", "rich", "torch.distributed.tensor", "torch._dynamo")
+
+LOADED = f"""
+import sys
+import torch
+before = set(sys.modules)
+import streamkl
+streamkl.attention_kl, streamkl.attention_lse
+loaded = set(sys.modules) - before
+print([name for name in {FORBIDDEN!r} if name in sys.modules and name not in before])
+"""
+
+SECONDS = """
+import time
+import torch
+start = time.perf_counter()
+import streamkl
+print(time.perf_counter() - start)
+"""
+
+BROKEN = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import streamkl
+print(streamkl.__version__)
+try:
+    streamkl.attention_kl
+except ImportError as error:
+    print(error)
+try:
+    streamkl.nonsense
+except AttributeError as error:
+    print(error)
+"""
+
+
+def fresh(script: str) -> str:
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_loads_nothing_that_it_does_not_need() -> None:
+    """triton, typer and rich are installed where this runs, so that importing them would show."""
+    for name in ("typer", "rich"):
+        __import__(name)
+    assert fresh(LOADED) == "[]"
+
+
+def test_import_adds_at_most_three_tenths_of_a_second_to_torch() -> None:
+    assert statistics.median(float(fresh(SECONDS)) for _ in range(3)) <= 0.3
+
+
+def test_a_call_does_not_load_them_either() -> None:
+    call = "q = torch.randn(1, 1, 4, 8, requires_grad=True); streamkl.attention_kl(q, q, q, q).backward()"
+    assert fresh(LOADED.replace("loaded = ", f"{call}\nloaded = ")) == "[]"
+
+
+def test_without_torch_the_package_imports_and_says_what_is_missing() -> None:
+    version, message, attribute = fresh(BROKEN).splitlines()
+    assert version
+    assert "streamkl.attention_kl needs PyTorch" in message
+    assert "streamkl doctor" in message
+    assert "no attribute 'nonsense'" in attribute

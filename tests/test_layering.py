@@ -1,0 +1,54 @@
+"""Imports run one way: who may import whom, read from the sources."""
+
+import ast
+from pathlib import Path
+
+import streamkl
+
+ROOT = Path(streamkl.__file__).parent
+
+ALLOWED = {
+    "__init__.py": {"streamkl.api"},
+    "api.py": {"streamkl.ops", "streamkl.reference", "streamkl.validation"},
+    "ops.py": {"streamkl.engines", "streamkl.problem", "streamkl.sharding", "streamkl.state", "streamkl.validation"},
+    "sharding.py": {"streamkl.ops"},
+    "validation.py": set(),
+    "problem.py": set(),
+    "state.py": set(),
+    "reference.py": set(),
+    "engines/__init__.py": {"streamkl.problem", "streamkl.state"},
+    "engines/tiled.py": {"streamkl.problem", "streamkl.state"},
+}
+"""The modules of the core, and what of the package each may import."""
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of the package that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "streamkl":
+            found |= {f"streamkl.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return {name for name in found if name.split(".")[0] == "streamkl"}
+
+
+def test_the_core_imports_only_what_lies_below_it() -> None:
+    for name, allowed in ALLOWED.items():
+        assert imports(ROOT / name) <= allowed, name
+
+
+def test_every_core_module_has_a_rule() -> None:
+    core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in ("cli", "testing")}
+    assert core == set(ALLOWED)
+
+
+def test_nothing_imports_testing_but_the_doctor() -> None:
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if any(name.startswith("streamkl.testing") for name in imports(path)) and path.parent.name != "testing"
+    }
+    assert importers == {"cli/doctor.py"}

@@ -1,0 +1,271 @@
+"""The PyTorch contract: registration, compilation, autocast, checkpointing, double backward, saved tensors."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import streamkl
+from streamkl import attention_kl, attention_lse, ops
+from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+PATHS = {
+    "paired": {"heads": Heads(4, 2, 4, 2), "wanted": STUDENT + TEACHER},
+    "mixture": {"heads": Heads(4, 2, 2, 1), "reduction": "none"},
+    "train": {"heads": Heads(4, 2, 2, 1), "teacher_lse": True},
+}
+"""One problem for each way through the operators."""
+
+
+def small(path: str, **changes):
+    options = {"tokens": (9, 13), "dims": (8, 8), "guard": False, "causal": True, **PATHS[path], **changes}
+    return make_case(0, **options)
+
+
+def run(case, function=attention_kl, **options):
+    return evaluate(function, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, **options).named()
+
+
+def op_arguments() -> dict[str, tuple]:
+    """Arguments of every operator, dense and packed, by name and case."""
+    rng = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng).requires_grad_()
+
+    a_q, a_k, b_q, b_k = leaf(1, 4, 9, 8), leaf(1, 2, 13, 8), leaf(1, 2, 9, 6), leaf(1, 1, 13, 6)
+    options = ops.Options(None, 0.5, False, True, 5, 0, False, "tiled")
+    arguments = {}
+    for kind, cu in (("dense", (None, None)), ("packed", (torch.tensor([0, 4, 9]), torch.tensor([0, 6, 13])))):
+        groups, heads = (a_q.detach(), a_k.detach(), b_q, b_k, *cu), (a_q, a_k, leaf(1, 4, 9, 6), b_k, *cu)
+        lse = (None, False, 5, 0, torch.float32, "tiled")
+        norm_a = torch.ops.streamkl.logsumexp(a_q.detach(), a_k.detach(), *cu, *lse)
+        norm_b = torch.ops.streamkl.logsumexp(b_q.detach(), b_k.detach(), *cu, 0.5, True, *lse[2:])
+        kl, *norm = (x.detach() for x in torch.ops.streamkl.paired_rows(*heads, *options))
+        arguments |= {
+            f"logsumexp-{kind}": (a_q.detach(), a_k.detach(), *cu, *lse),
+            f"paired_rows-{kind}": (*heads, *options),
+            f"mixture_rows-{kind}": (*groups, *norm_a, *options),
+            f"train-{kind}": (*groups, *norm_a, *norm_b, torch.rand(1, 2, 9), *options),
+            f"rows_backward-{kind}": (
+                torch.rand(1, 4, 9), kl, *norm, *(x if x is None else x.detach() for x in heads), *options, True, False,
+            ),
+        }  # fmt: skip
+    arguments["checked_weight-"] = (torch.rand(1, 9)[:, None].expand(1, 2, 9), torch.float64)
+    arguments["scale_gradient-"] = (torch.randn(2, 3), torch.tensor(3.0), torch.float16)
+    return arguments
+
+
+ARGUMENTS = op_arguments()
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.streamkl, name.split("-")[0]).default, ARGUMENTS[name])
+
+
+def test_every_operator_is_opchecked() -> None:
+    assert {name.split("-")[0] for name in ARGUMENTS} == set(ops.SCHEMAS)
+
+
+def test_gradcheck_in_float64() -> None:
+    for path in PATHS:
+        case = small(path, dtypes=(torch.float64, torch.float64), tokens=(5, 7), dims=(4, 4))
+        leaves = [case.tensors[name].requires_grad_(name in case.wanted) for name in case.tensors]
+
+        def loss(*tensors, case=case):
+            return attention_kl(*tensors, **case.options, teacher_lse=case.teacher_lse, backend="tiled")
+
+        assert torch.autograd.gradcheck(loss, leaves)
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_gradcheck_of_both_divergences(divergence: str, activation: str | None) -> None:
+    case = small("paired", dtypes=(torch.float64, torch.float64), tokens=(5, 7), dims=(4, 4))
+    leaves = [x.requires_grad_() for x in case.tensors.values()]
+    options = {"divergence": divergence, "student_activation": activation, "causal": True, "reduction": "none"}
+    assert torch.autograd.gradcheck(lambda *x: attention_kl(*x, **options), leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("path", PATHS)
+def test_compiled_whole_equals_eager(path: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention_kl, fullgraph=True, dynamic=dynamic)
+    for tokens in ((9, 13), (17, 11)) if dynamic else ((9, 13),):
+        weight = torch.rand(2, tokens[0])
+        case = small(path, tokens=tokens, row_weight=weight)
+        for (name, eager), ours in zip(run(case).items(), run(case, compiled).values(), strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_with_packed_sequences_equals_eager() -> None:
+    torch._dynamo.reset()
+    case = small("train", batch=1, tokens=(9, 13), cu_seqlens=([0, 4, 9], [0, 6, 12]))
+    compiled = torch.compile(attention_kl, fullgraph=True)
+    for (name, eager), ours in zip(run(case).items(), run(case, compiled).values(), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_lse_equals_eager() -> None:
+    torch._dynamo.reset()
+    q, k = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 13, 8)
+    compiled = torch.compile(attention_lse, fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, causal=True), attention_lse(q, k, causal=True))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_autocast_casts_the_inputs_as_it_does_for_attention(path: str) -> None:
+    case = small(path)
+    with torch.autocast("cpu", torch.bfloat16):
+        sdpa = torch.nn.functional.scaled_dot_product_attention(*(torch.randn(1, 1, 3, 8) for _ in range(3)))
+        ours = run(case)
+    assert sdpa.dtype == torch.bfloat16
+    rounded = {name: x.bfloat16().requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
+    loss = attention_kl(**rounded, **case.options, teacher_lse=case.teacher_lse)
+    assert loss.dtype == ours["loss"].dtype == torch.float32
+    assert torch.equal(ours["loss"], loss.detach())
+    gradients = torch.autograd.grad(loss, [rounded[name] for name in case.wanted], case.upstream.to(loss.dtype))
+    for name, gradient in zip(case.wanted, gradients, strict=True):
+        assert ours[name].dtype == torch.float32
+        assert torch.equal(ours[name], gradient.float())
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    case = small("paired", dtypes=(torch.float64, torch.float64))
+    plain = run(case)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = run(case)
+    assert ours["loss"].dtype == torch.float64
+    assert torch.equal(ours["loss"], plain["loss"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_selective_checkpointing_saves_the_sweep_and_does_not_repeat_it(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = small(path)
+    plain = run(case)
+    sweeps = {
+        torch.ops.streamkl.logsumexp.default,
+        torch.ops.streamkl.paired_rows.default,
+        torch.ops.streamkl.mixture_rows.default,
+        torch.ops.streamkl.train.default,
+    }
+    calls = []
+    choose = ops.engines.choose
+    monkeypatch.setattr(ops.engines, "choose", lambda *args: calls.append(args) or choose(*args))
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in sweeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checkpointed(**arguments):
+        def context_fn():
+            return create_selective_checkpoint_contexts(policy)
+
+        names = list(arguments)
+        return checkpoint(
+            lambda *values: attention_kl(**dict(zip(names, values, strict=True))),
+            *arguments.values(),
+            use_reentrant=False,
+            context_fn=context_fn,
+        )
+
+    run(case)
+    uncheckpointed, calls[:] = len(calls), []
+    ours = run(case, checkpointed)
+    assert len(calls) == uncheckpointed
+    for name, value in plain.items():
+        assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_double_backward_raises(path: str) -> None:
+    case = small(path, reduction="sum")
+    leaves = {name: x.requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
+    loss = attention_kl(**leaves, **case.options, teacher_lse=case.teacher_lse)
+    (gradient,) = torch.autograd.grad(loss, [leaves["student_q"]], create_graph=True)
+    with pytest.raises(RuntimeError, match="not differentiated a second time"):
+        gradient.sum().backward()
+
+
+def test_lse_is_not_differentiated_but_can_be_given_to_the_loss() -> None:
+    case = small("train")
+    q, k = (case.tensors[name].requires_grad_() for name in TEACHER)
+    lse = attention_lse(q, k, causal=True)
+    with pytest.raises(RuntimeError, match="attention_lse is not differentiated"):
+        lse.sum().backward()
+    student = [case.tensors[name].requires_grad_() for name in STUDENT]
+    attention_kl(q.detach(), k.detach(), *student, causal=True, teacher_lse=lse).backward()
+    assert student[0].grad is not None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tensors_are_saved_where_hooks_see_them(path: str) -> None:
+    """All that a backward needs goes through ``save_for_backward``, so offloading and leak checks work."""
+    case = small(path)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        run(case)
+    shapes = {tuple(x.shape) for x in packed}
+    assert tuple(case.tensors["student_q"].shape) in shapes
+
+
+def test_changing_an_input_in_place_before_the_backward_is_an_error() -> None:
+    case = small("paired")
+    leaves = {name: x.clone().requires_grad_() for name, x in case.tensors.items()}
+    student_q = leaves["student_q"] * 1
+    loss = attention_kl(**{**leaves, "student_q": student_q})
+    student_q.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_half_precision_gradients_survive_a_loss_scale_of_65536() -> None:
+    """On the one-sweep path gradients are made before the upstream gradient is known: they must not be rounded then."""
+    case = small("train", dtypes=(torch.float16, torch.float16), tokens=(64, 64), student_scale=1e-3)
+    leaves = {name: x.clone().requires_grad_(name in STUDENT) for name, x in case.tensors.items()}
+    loss = attention_kl(**leaves, **case.options, teacher_lse=case.teacher_lse)
+    unscaled = torch.autograd.grad(loss, [leaves[name] for name in STUDENT], retain_graph=True)
+    scaled = torch.autograd.grad(loss, [leaves[name] for name in STUDENT], torch.tensor(65536.0), retain_graph=True)
+    doubles = {name: x.detach().double().requires_grad_(name in STUDENT) for name, x in leaves.items()}
+    exact = torch.autograd.grad(
+        attention_kl(**doubles, **case.options, backend="reference"), [doubles[name] for name in STUDENT]
+    )
+    for name, ours, rounded_early, wanted in zip(STUDENT, scaled, unscaled, exact, strict=True):
+        wanted = wanted * 65536
+        error = (ours.double() - wanted).abs().max()
+        assert error <= 2 * torch.finfo(torch.float16).eps * wanted.abs().max(), name
+        assert error < 0.1 * (rounded_early.double() * 65536 - wanted).abs().max(), (
+            "the test has no underflow to survive"
+        )
+
+
+def test_two_backwards_of_one_graph_agree() -> None:
+    case = small("train", dtypes=(torch.bfloat16, torch.bfloat16))
+    leaves = {name: x.requires_grad_(name in STUDENT) for name, x in case.tensors.items()}
+    loss = attention_kl(**leaves, causal=True, teacher_lse=case.teacher_lse)
+    first = torch.autograd.grad(loss, [leaves[n] for n in STUDENT], torch.tensor(4.0), retain_graph=True)
+    second = torch.autograd.grad(loss, [leaves[n] for n in STUDENT], torch.tensor(4.0), retain_graph=True)
+    third = torch.autograd.grad(loss, [leaves[n] for n in STUDENT], torch.tensor(2.0))
+    for a, b, half in zip(first, second, third, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, half * 2)
+
+
+@pytest.mark.parametrize("frozen", STUDENT)
+def test_one_student_tensor_may_be_frozen(frozen: str) -> None:
+    for path in PATHS:
+        case = small(path)
+        both = run(case)
+        case.wanted = tuple(name for name in STUDENT if name != frozen)
+        assert torch.equal(run(case)[case.wanted[0]], both[case.wanted[0]])
+
+
+def test_public_names() -> None:
+    assert set(streamkl.__all__) == {"__version__", "attention_kl", "attention_lse"}

@@ -1,0 +1,25 @@
+"""Two real processes over gloo: DTensor rules by batch and heads, and FSDP2 around a module that calls the loss."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKERS = Path(__file__).parent / "workers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", ["dtensor", "fsdp"])
+def test_two_ranks_equal_one(worker: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*command, str(WORKERS / f"{worker}.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    assert result.stdout.count("equal") == 2
