@@ -1,4 +1,4 @@
-.PHONY: install format lint types test test-fast fuzz memory wheel ci
+.PHONY: install format lint types test test-fast fuzz memory long-context wheel ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -26,6 +26,9 @@ fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 
 memory:  ## measures, and draws docs/images/memory.png
 	python benchmarks/memory.py
+
+long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
+	python benchmarks/memory.py --backend tiled --tokens 131072 --limit-mb 1500
 
 wheel:
 	python -m build --wheel

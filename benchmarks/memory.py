@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -31,8 +32,9 @@ PICTURE = Path(__file__).parent.parent / "docs" / "images" / "memory.png"
 app = typer.Typer(add_completion=False)
 
 
-def measure(backend: str, tokens: int, dim: int) -> dict[str, object]:
+def measure(backend: str, tokens: int, dim: int) -> dict[str, Any]:
     """Runs one forward and backward in this process and reads its peak."""
+    torch.manual_seed(0)
     q, k, student_q, student_k = (torch.randn(1, 1, tokens, dim) for _ in range(4))
     student_q.requires_grad_()
     student_k.requires_grad_()
@@ -87,10 +89,13 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 @app.command()
-def main(backend: str = "", tokens: int = 0, dim: int = 64) -> None:
-    """Measures one backend at one length, or the whole sweep."""
+def main(backend: str = "", tokens: int = 0, dim: int = 64, limit_mb: float = float("inf")) -> None:
+    """Measures one backend at one length, or the whole sweep; fails where a limit on resident memory is exceeded."""
     if tokens:
-        print(json.dumps(measure(backend or "auto", tokens, dim)))
+        row = measure(backend or "auto", tokens, dim)
+        print(json.dumps(row))
+        if row["resident_mb"] > limit_mb:
+            sys.exit(f"{row['resident_mb']} MB resident, more than {limit_mb}")
         return
     rows = []
     for name, length in track([(n, t) for n, lengths in SWEEP.items() for t in lengths], "Measuring"):

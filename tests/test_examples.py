@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ def python_blocks() -> list:
 
 
 def modules() -> list[str]:
-    return [name for _, name, _ in pkgutil.walk_packages(streamkl.__path__, "streamkl.")]
+    names = (name for _, name, _ in pkgutil.walk_packages(streamkl.__path__, "streamkl."))
+    return [name for name in names if not name.endswith("__main__")]
 
 
 @pytest.mark.parametrize("code", python_blocks())
@@ -38,6 +40,11 @@ def test_first_readme_example_prints_a_loss_and_gradients(capsys: pytest.Capture
     output = capsys.readouterr().out
     assert re.search(r"loss \d+\.\d+", output)
     assert "gradients" in output
+
+
+def test_training_example_learns() -> None:
+    losses = runpy.run_path(str(ROOT / "examples" / "train_student.py"))["main"]()
+    assert losses[-1] < 0.2 * losses[0]
 
 
 @pytest.mark.parametrize("module", modules())

@@ -18,6 +18,9 @@ PATHS = {
 """One problem for each way through the operators."""
 
 
+SCALED = {"teacher_scale": 0.3, "student_scale": 0.7}
+
+
 def small(path: str, **changes):
     options = {"tokens": (9, 13), "dims": (8, 8), "guard": False, "causal": True, **PATHS[path], **changes}
     return make_case(0, **options)
@@ -95,9 +98,11 @@ def test_gradcheck_of_both_divergences(divergence: str, activation: str | None) 
 def test_compiled_whole_equals_eager(path: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attention_kl, fullgraph=True, dynamic=dynamic)
-    for tokens in ((9, 13), (17, 11)) if dynamic else ((9, 13),):
-        weight = torch.rand(2, tokens[0])
-        case = small(path, tokens=tokens, row_weight=weight)
+    calls = [((9, 13), {}), ((9, 13), SCALED)]
+    if dynamic:
+        calls += [((17, 11), {"student_scale": 0.2}), ((17, 12), {"student_scale": 0.1, "window": (4, 2)})]
+    for tokens, options in calls:
+        case = small(path, tokens=tokens, row_weight=torch.rand(2, tokens[0]), **options)
         for (name, eager), ours in zip(run(case).items(), run(case, compiled).values(), strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7, msg=name)
 
@@ -106,6 +111,15 @@ def test_compiled_whole_equals_eager(path: str, dynamic: bool) -> None:
 def test_compiled_with_packed_sequences_equals_eager() -> None:
     torch._dynamo.reset()
     case = small("train", batch=1, tokens=(9, 13), cu_seqlens=([0, 4, 9], [0, 6, 12]))
+    compiled = torch.compile(attention_kl, fullgraph=True)
+    for (name, eager), ours in zip(run(case).items(), run(case, compiled).values(), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_reverse_equals_eager() -> None:
+    torch._dynamo.reset()
+    case = small("paired", divergence="reverse", student_activation="relu")
     compiled = torch.compile(attention_kl, fullgraph=True)
     for (name, eager), ours in zip(run(case).items(), run(case, compiled).values(), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7, msg=name)
@@ -134,6 +148,14 @@ def test_autocast_casts_the_inputs_as_it_does_for_attention(path: str) -> None:
     for name, gradient in zip(case.wanted, gradients, strict=True):
         assert ours[name].dtype == torch.float32
         assert torch.equal(ours[name], gradient.float())
+
+
+def test_autocast_takes_a_query_and_a_key_of_different_dtypes() -> None:
+    case = small("train")
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = attention_kl(**case.tensors)
+        mixed = attention_kl(**{**case.tensors, "teacher_q": case.tensors["teacher_q"].bfloat16()})
+    assert torch.equal(whole, mixed)
 
 
 def test_autocast_leaves_float64_alone() -> None:
@@ -208,12 +230,19 @@ def test_lse_is_not_differentiated_but_can_be_given_to_the_loss() -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_tensors_are_saved_where_hooks_see_them(path: str) -> None:
     """All that a backward needs goes through ``save_for_backward``, so offloading and leak checks work."""
-    case = small(path)
+    case = small(path, reduction="sum", wanted=STUDENT)
+    leaves = {name: x.requires_grad_(name in case.wanted) for name, x in case.tensors.items()}
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
-        run(case)
-    shapes = {tuple(x.shape) for x in packed}
-    assert tuple(case.tensors["student_q"].shape) in shapes
+        loss = attention_kl(**leaves, **case.options, teacher_lse=case.teacher_lse)
+    nodes = [loss.grad_fn]
+    for node in nodes:
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    (ours,) = (node for node in nodes if "streamkl" in node.name())
+    assert len(ours.saved_tensors) >= 2
+    kept = [name for name, value in vars(ours).items() if isinstance(value, torch.Tensor)]
+    assert not kept, f"tensors on ctx: {kept}"
+    assert any(x.shape == leaves["student_q"].shape for x in packed)
 
 
 def test_changing_an_input_in_place_before_the_backward_is_an_error() -> None:
@@ -265,6 +294,28 @@ def test_one_student_tensor_may_be_frozen(frozen: str) -> None:
         both = run(case)
         case.wanted = tuple(name for name in STUDENT if name != frozen)
         assert torch.equal(run(case)[case.wanted[0]], both[case.wanted[0]])
+
+
+def test_meta_tensors_get_their_shapes() -> None:
+    q, k = torch.empty(2, 4, 9, 8, device="meta"), torch.empty(2, 2, 13, 8, device="meta")
+    assert attention_kl(q, k, q, k, reduction="none").shape == (2, 4, 9)
+    assert attention_lse(q, k).shape == (2, 4, 9)
+
+
+def test_a_float64_lse_beside_float32_keeps_its_digits() -> None:
+    """At an offset of 5,000 a float32 LSE is off by 2e-4, and so would the probabilities be."""
+    q, k = (torch.randint(-3, 4, (1, 2, 40, 8)).float() / 2 for _ in range(2))
+    q[..., 0], k[..., 0] = 50.0, 100.0
+    student = torch.randn(1, 2, 40, 8, requires_grad=True)
+    options = {"teacher_scale": 1.0, "causal": True}
+    lse = attention_lse(q.double(), k.double(), scale=1.0, causal=True)
+    ours = attention_kl(q, k, student, student.detach(), teacher_lse=lse, **options)
+    (gradient,) = torch.autograd.grad(ours, student)
+    doubles = student.detach().double().requires_grad_()
+    exact = attention_kl(q.double(), k.double(), doubles, doubles.detach(), backend="reference", **options)
+    (exact_gradient,) = torch.autograd.grad(exact, doubles)
+    assert (ours - exact).abs() < 1e-6
+    assert (gradient - exact_gradient).abs().max() < 1e-7
 
 
 def test_public_names() -> None:

@@ -16,7 +16,7 @@ def test_tiles_cover_the_allowed_pairs_and_no_tile_is_without_one(nq, nk, left, 
     window = tuple(-1 if side is None else side for side in (left, right))
     allowed = reference.allowed_pairs(nq, nk, False, window, None, None)
     support = Support(1, nq, nk, left, right)
-    (seq,) = support.sequences(None, None)
+    (seq,) = support.sequences()
     seen = torch.zeros_like(allowed)
     for tiles in support.tiles(seq, 8, 12):
         assert tiles
@@ -32,16 +32,16 @@ def test_tiles_cover_the_allowed_pairs_and_no_tile_is_without_one(nq, nk, left, 
 
 def test_packed_sequences_have_their_own_diagonal() -> None:
     cu_q, cu_k = torch.tensor([0, 2, 2, 7]), torch.tensor([0, 4, 5, 8])
-    sequences = list(Support(1, 9, 8).sequences(cu_q, cu_k))
+    sequences = list(Support(1, 9, 8, None, None, cu_q, cu_k).sequences())
     assert sequences == [(0, 0, 2, 0, 4, 2), (0, 2, 0, 4, 1, 1), (0, 2, 5, 5, 3, -2)]
 
 
 def test_key_heads_serve_consecutive_query_heads() -> None:
-    side = Side(heads=9, kv_heads=3, dim=64, scale=1.0)
+    side = Side(heads=9, kv_heads=3, dim=64, dtype=torch.float32, scale=1.0)
     assert [side.kv_head(head) for head in range(9)] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_scale_defaults_to_one_over_the_root_of_the_width() -> None:
     q = torch.empty(1, 2, 3, 64)
-    assert Side.of(q, q).scale == 0.125
+    assert Side.of(q, q) == Side(heads=2, kv_heads=2, dim=64, dtype=torch.float32, scale=0.125)
     assert Side.of(q, q, 0.5).scale == 0.5

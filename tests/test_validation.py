@@ -1,5 +1,6 @@
 """Wrong input is a ``ValueError`` that says what was given and what was expected, before any engine runs."""
 
+import math
 import re
 
 import pytest
@@ -39,6 +40,10 @@ BAD = {
     "rank 3 without cu_seqlens": (lambda: tensors(student_q=z(2, 10, 8)), "student_q must be of shape [batch, heads"),
     "rank 5": (lambda: tensors(teacher_k=z(1, 2, 3, 12, 16)), "got [1, 2, 3, 12, 16]"),
     "rank 4 with cu_seqlens": (lambda: packed(teacher_q=z(1, 10, 6, 16)), "[tokens, heads, dim] with cu_seqlens"),
+    "nested": (
+        lambda: tensors(student_q=torch.nested.nested_tensor([z(2, 4, 8), z(2, 5, 8)], layout=torch.jagged)),
+        "student_q must be a dense tensor: got a nested tensor",
+    ),
     "integer dtype": (lambda: tensors(teacher_q=z(2, 6, 10, 16, dtype=torch.int64)), "got torch.int64"),
     "complex dtype": (lambda: tensors(student_k=z(2, 1, 12, 8, dtype=torch.complex64)), "got torch.complex64"),
     "float8 dtype": (lambda: tensors(student_k=z(2, 1, 12, 8).to(torch.float8_e4m3fn)), "float8"),
@@ -95,7 +100,7 @@ BAD = {
     "weight a list": (lambda: tensors(row_weight=[1.0]), "row_weight must be a tensor: got list"),
     "weight of the keys": (lambda: tensors(row_weight=z(2, 12)), "[2, 2, 10] or [2, 10]: got [2, 12]"),
     "weight of the teacher's heads": (lambda: tensors(row_weight=z(2, 6, 10)), "got [2, 6, 10]"),
-    "weight of bool": (lambda: tensors(row_weight=torch.ones(2, 10, dtype=torch.bool)), "got torch.bool"),
+    "weight of bool": (lambda: tensors(row_weight=torch.ones(2, 10) > 0), "(a mask: mask.float()): got torch.bool"),
     "weight negative": (lambda: tensors(row_weight=torch.full((2, 10), -0.5)), "not negative: got -0.5"),
     "weight nan": (lambda: tensors(row_weight=torch.full((2, 10), torch.nan)), "finite and not negative: got nan"),
     "weight with gradient": (lambda: tensors(row_weight=torch.ones(2, 10, requires_grad=True)), "not differentiated"),
@@ -131,6 +136,21 @@ def test_bad_weights_are_refused_where_gradients_are_wanted(name: str, no_engine
     arguments["student_q"].requires_grad_()
     with pytest.raises(ValueError, match=re.escape(message)):
         attention_kl(**arguments)
+
+
+@pytest.mark.parametrize("wrong", ["another mask", "log2", "unscaled"])
+@pytest.mark.parametrize("heads", [6, 2])
+def test_a_teacher_lse_that_does_not_normalise_the_teacher_is_refused(wrong: str, heads: int) -> None:
+    call = tensors(student_q=torch.randn(2, heads, 10, 8, requires_grad=True), causal=True)
+    q, k = call["teacher_q"], call["teacher_k"]
+    lse = {
+        "another mask": lambda: attention_lse(q, k),
+        "log2": lambda: attention_lse(q, k, causal=True) / math.log(2),
+        "unscaled": lambda: attention_lse(q, k, causal=True, scale=1.0),
+    }[wrong]()
+    attention_kl(**call, teacher_lse=attention_lse(q, k, causal=True))
+    with pytest.raises(ValueError, match="so that its probabilities sum to 1: got rows that sum to"):
+        attention_kl(**call, teacher_lse=lse)
 
 
 VALUES = ("cu_seqlens start", "cu_seqlens fall", "cu_seqlens end", "weight negative", "weight nan")

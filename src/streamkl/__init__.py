@@ -15,6 +15,6 @@ except (ImportError, AttributeError, OSError) as _error:
         if name not in __all__:
             raise AttributeError(f"module 'streamkl' has no attribute {name!r}")
         raise ImportError(
-            f"streamkl.{name} needs PyTorch, which does not load here or is too old ({_reason}); "
-            f"run `streamkl doctor` to see what is missing"
+            f"streamkl.{name} did not load ({type(_reason).__name__}: {_reason}); "
+            f"run `streamkl doctor`, which says what is missing"
         ) from _reason

@@ -35,16 +35,18 @@ def attention_kl(
 
     For every query it compares the student's attention over the keys with the teacher's. With as many student as
     teacher heads they are compared head by head; with fewer, each student head is compared with the mean of its
-    ``H/R`` consecutive teacher heads (``R = 1``: the mean of all). It is what this computes, and the two
-    ``[B, heads, Nq, Nk]`` tensors here are never allocated, nor is anything else that grows with ``Nq * Nk``::
+    ``H/R`` consecutive teacher heads (``R = 1``: the mean of all). It is what this computes (without a mask), and the
+    two ``[B, heads, Nq, Nk]`` tensors here are never allocated, nor is anything else that grows with ``Nq * Nk``::
 
-        p = softmax(teacher_q @ teacher_k.mT * teacher_scale).unflatten(1, (R, H // R)).mean(2)
-        q = softmax(student_q @ student_k.mT * student_scale)
+        teacher_k = teacher_k.repeat_interleave(H // Hkv, dim=1)
+        student_k = student_k.repeat_interleave(R // Rkv, dim=1)
+        p = (teacher_q @ teacher_k.mT * teacher_scale).softmax(-1).unflatten(1, (R, H // R)).mean(2)
+        q = (student_q @ student_k.mT * student_scale).softmax(-1)
         loss = (p * (p.log() - q.log())).sum(-1).mean()
 
-    Differentiable in the student, and in the teacher where ``R == H``, once. With ``teacher_lse`` given (or ``R < H``)
-    and a ``mean`` or ``sum``, the forward computes loss and student gradients in one sweep over the teacher, and the
-    backward only scales them.
+    Differentiable once, in the student, and in the teacher where ``R == H``: detach a teacher that is frozen. Where
+    only the student wants gradients, ``teacher_lse`` is given (or ``R < H``) and the reduction is ``mean`` or ``sum``,
+    the forward computes loss and gradients in one sweep over the teacher, and the backward only scales them.
 
     Args:
         teacher_q: ``[B, H, Nq, Dt]``, or packed ``[Tq, H, Dt]``. Any strides; float64, float32, bfloat16 or float16.
@@ -54,7 +56,8 @@ def attention_kl(
             differ from the teacher's.
         student_k: ``[B, Rkv, Nk, Ds]``, or packed ``[Tk, Rkv, Ds]``, where ``Rkv`` divides ``R``; dtype of
             ``student_q``.
-        causal: Query ``i`` sees keys ``j <= i + Nk - Nq``: aligned bottom-right, so that the last query sees all.
+        causal: Query ``i`` sees keys ``j <= i + Nk - Nq``: aligned bottom-right, so that the last query sees all, as in
+            FlashAttention. (The ``is_causal`` of ``scaled_dot_product_attention`` is aligned top-left.)
         window: ``(left, right)``: query ``i`` sees ``left`` keys before and ``right`` keys after its own, key
             ``i + Nk - Nq``; a negative side is unbounded. Intersects with ``causal``.
         cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
@@ -63,8 +66,9 @@ def attention_kl(
         student_scale: Multiplies the student's products; ``1/sqrt(Ds)`` if not given.
         student_activation: ``"relu"`` applies a relu to the student's scaled products.
         teacher_lse: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the natural log-sum-exp of the teacher's
-            scaled logits over exactly the keys allowed here, as fused attention returns it. Saves a sweep. Taken as a
-            constant, and as true.
+            scaled logits over exactly the keys allowed here, as fused attention returns it. Saves a sweep over the
+            teacher where gradients are wanted or ``R < H``, and is not read elsewhere. A constant. In the one-sweep
+            path, one that does not normalise the teacher is refused.
         row_weight: ``[B, Nq]`` or ``[B, R, Nq]``, packed ``[Tq]`` or ``[R, Tq]``: not negative, a constant.
         divergence: ``"forward"`` is KL(teacher || student), ``"reverse"`` KL(student || teacher), the latter for
             ``R == H``.
@@ -138,7 +142,7 @@ def attention_lse(
 
     Returns:
         ``[B, H, Nq]``, packed ``[H, Tq]``, float32 (float64 if the inputs are); ``-inf`` for a row that sees no key.
-        It is not differentiated.
+        It is not differentiated: its backward raises.
 
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.

@@ -8,6 +8,7 @@ Side ``a`` weighs the logarithms, side ``b`` is compared with it (`Problem`).
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from streamkl import engines, validation
-from streamkl.problem import Inputs, Problem, Side, Support
+from streamkl.problem import Inputs, Problem, Side, Support, compute_dtype
 from streamkl.state import Normalisers
 
-_INPUTS = "Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_TENSORS = "Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _NORM = "Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b"
 _OPTIONS = (
     "float? a_scale, float? b_scale, bool a_relu, bool b_relu, SymInt? left, SymInt? right, "
@@ -28,11 +29,11 @@ SCHEMAS = {
     "logsumexp": "(Tensor q, Tensor k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float? scale, bool relu, "
     "SymInt? left, SymInt? right, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
     "checked_weight": "(Tensor row_weight, ScalarType dtype) -> Tensor",
-    "paired_rows": f"({_INPUTS}, {_OPTIONS}) -> (Tensor kl, {_NORM})",
-    "mixture_rows": f"({_INPUTS}, Tensor m_a, Tensor ln_l_a, {_OPTIONS}) -> (Tensor kl, Tensor m_b, Tensor ln_l_b)",
-    "rows_backward": f"(Tensor row_grad, Tensor kl, {_NORM}, {_INPUTS}, {_OPTIONS}, bool want_a, bool want_b) "
+    "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, {_NORM})",
+    "mixture_rows": f"({_TENSORS}, Tensor m_a, Tensor ln_l_a, {_OPTIONS}) -> (Tensor kl, Tensor m_b, Tensor ln_l_b)",
+    "rows_backward": f"(Tensor row_grad, Tensor kl, {_NORM}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
     "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k)",
-    "train": f"({_INPUTS}, {_NORM}, Tensor weight, {_OPTIONS}) -> (Tensor loss, Tensor d_b_q, Tensor d_b_k)",
+    "train": f"({_TENSORS}, {_NORM}, Tensor weight, {_OPTIONS}) -> (Tensor loss, Tensor d_b_q, Tensor d_b_k)",
     "scale_gradient": "(Tensor gradient, Tensor upstream, ScalarType dtype) -> Tensor",
 }
 """The operators of the namespace ``streamkl``, by name."""
@@ -61,35 +62,39 @@ def attention_kl(
     backend: str,
 ) -> Tensor:
     """Composes the loss of ``api.attention_kl`` of the operators below; row losses come back ``[B, R, Nq]``."""
-    keys, given_lse = arguments.keys, arguments.teacher_lse
-    tensors = arguments[:4]
-    load_sharding_rules(*tensors)
-    a_q, a_k, b_q, b_k = (_autocast(x) for x in tensors)
-    options = Options(
-        teacher_scale, student_scale, False, student_activation == "relu", keys.left, keys.right,
-        arguments.deterministic, backend,
-    )  # fmt: skip
-    if divergence == "reverse":
-        a_q, a_k, b_q, b_k = b_q, b_k, a_q, a_k
-        options = options._replace(a_scale=student_scale, b_scale=teacher_scale, a_relu=options.b_relu, b_relu=False)
-        given_lse = None
-    inputs = Inputs(a_q, a_k, b_q, b_k, keys.cu_seqlens_q, keys.cu_seqlens_k)
-
+    _load_sharding_rules()
+    keys, lse = arguments.keys, arguments.teacher_lse
+    relu = student_activation == "relu"
+    numbers = (keys.left, keys.right, arguments.deterministic, backend)
+    if divergence == "forward":
+        a_q, a_k, b_q, b_k = arguments.teacher_q, arguments.teacher_k, arguments.student_q, arguments.student_k
+        options = Options(teacher_scale, student_scale, False, relu, *numbers)
+    else:
+        a_q, a_k, b_q, b_k = arguments.student_q, arguments.student_k, arguments.teacher_q, arguments.teacher_k
+        options = Options(student_scale, teacher_scale, relu, False, *numbers)
+        lse = None  # that of side b, which is computed anyway
+    tensors = (a_q, a_k, b_q, b_k, keys.cu_seqlens_q, keys.cu_seqlens_k)
+    dtype = compute_dtype(a_q.dtype, b_q.dtype)
     row_weight = arguments.row_weight
     if row_weight is not None:
-        row_weight = torch.ops.streamkl.checked_weight(row_weight, _row_dtype(a_q, b_q))
+        row_weight = torch.ops.streamkl.checked_weight(row_weight, dtype)
+
     mixture = a_q.shape[1] != b_q.shape[1]
     want_a = torch.is_grad_enabled() and (a_q.requires_grad or a_k.requires_grad)
     want_b = torch.is_grad_enabled() and (b_q.requires_grad or b_k.requires_grad)
-    known = mixture or given_lse is not None
-    if known and want_b and not want_a and reduction != "none":
-        return _train(inputs, given_lse, row_weight, reduction, options)
-
+    if want_b and not want_a and reduction != "none" and (mixture or lse is not None):
+        # The weight of every row is known before the sweep: loss and gradients come out of it together.
+        m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
+        m_b, ln_l_b = _normalisers("b", tensors, options, dtype)
+        weight = _counted(m_b, row_weight)
+        if reduction == "mean":
+            weight = weight / _nonzero(weight.sum())
+        return torch.ops.streamkl.train(*tensors, m_a, ln_l_a, m_b, ln_l_b, weight, *options)[0]
     if mixture:
-        m_a, ln_l_a = _teacher_normalisers(inputs, given_lse, options)
-        kl, m_b, _ = torch.ops.streamkl.mixture_rows(*inputs, m_a, ln_l_a, *options)
+        m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
+        kl, m_b, _ = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, *options)
     else:
-        kl, _, _, m_b, _ = torch.ops.streamkl.paired_rows(*inputs, *options)
+        kl, _, _, m_b, _ = torch.ops.streamkl.paired_rows(*tensors, *options)
     weight = _counted(m_b.detach(), row_weight)
     rows = torch.where(weight != 0, weight * kl, 0.0)
     if reduction == "none":
@@ -99,48 +104,51 @@ def attention_kl(
 
 def attention_lse(arguments: validation.LSEArguments, scale: float | None, backend: str) -> Tensor:
     """The log-sum-exp of each row's logits, ``[B, H, Nq]``."""
-    load_sharding_rules(arguments.q, arguments.k)
-    q, k, keys = _autocast(arguments.q), _autocast(arguments.k), arguments.keys
+    _load_sharding_rules()
+    q, k, keys = arguments.q, arguments.k, arguments.keys
     m, ln_l = torch.ops.streamkl.logsumexp(
-        q, k, keys.cu_seqlens_q, keys.cu_seqlens_k, scale, False, keys.left, keys.right, _row_dtype(q), backend
-    )
+        q, k, keys.cu_seqlens_q, keys.cu_seqlens_k, scale, False, keys.left, keys.right,
+        compute_dtype(q.dtype), backend,
+    )  # fmt: skip
     return m + ln_l
 
 
-def load_sharding_rules(*tensors: Tensor) -> None:
-    """Registers the DTensor rules when a tensor subclass turns up: importing DTensor costs most of a second."""
-    if any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in tensors):
+def _load_sharding_rules() -> None:
+    """Registers the DTensor rules once there can be a DTensor: importing it costs most of a second."""
+    if "torch.distributed.tensor" in sys.modules:
         from streamkl import sharding
 
         sharding.register()
 
 
-def _train(
-    inputs: Inputs, given_lse: Tensor | None, row_weight: Tensor | None, reduction: str, options: Options
-) -> Tensor:
-    """Loss and gradients in one sweep over the teacher: the weight of every row is known before it starts."""
-    m_a, ln_l_a = _teacher_normalisers(inputs, given_lse, options)
-    m_b, ln_l_b = torch.ops.streamkl.logsumexp(
-        inputs.b_q.detach(), inputs.b_k.detach(), *inputs[4:],
-        options.b_scale, options.b_relu, options.left, options.right, m_a.dtype, options.backend,
-    )  # fmt: skip
-    weight = _counted(m_b, row_weight)
-    if reduction == "mean":
-        weight = weight / _nonzero(weight.sum())
-    loss, _, _ = torch.ops.streamkl.train(*inputs, m_a, ln_l_a, m_b, ln_l_b, weight, *options)
-    return loss
+_load_sharding_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile runs it, untraced
 
 
-def _teacher_normalisers(inputs: Inputs, given_lse: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """``(m, ln l)`` of side ``a``, from the caller's log-sum-exp or by a sweep."""
-    dtype = _row_dtype(inputs.a_q, inputs.b_q)
-    if given_lse is not None:
-        m = given_lse.detach().to(dtype)
-        return m, torch.zeros_like(m)
+def _normalisers(side: str, tensors: tuple[Any, ...], options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of a side by a sweep over it."""
+    a_q, a_k, b_q, b_k, cu_seqlens_q, cu_seqlens_k = tensors
+    if side == "a":
+        q, k, scale, relu = a_q, a_k, options.a_scale, options.a_relu
+    else:
+        q, k, scale, relu = b_q, b_k, options.b_scale, options.b_relu
     return torch.ops.streamkl.logsumexp(
-        inputs.a_q.detach(), inputs.a_k.detach(), *inputs[4:],
-        options.a_scale, options.a_relu, options.left, options.right, dtype, options.backend,
+        q.detach(), k.detach(), cu_seqlens_q, cu_seqlens_k, scale, relu, options.left, options.right, dtype,
+        options.backend,
     )  # fmt: skip
+
+
+def _teacher_normalisers(
+    lse: Tensor | None, tensors: tuple[Any, ...], options: Options, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of side ``a``, by a sweep or from the caller's log-sum-exp.
+
+    A float64 log-sum-exp beside float32 inputs keeps in ``ln l`` what ``m`` has no digits for.
+    """
+    if lse is None:
+        return _normalisers("a", tensors, options, dtype)
+    m = lse.detach().to(dtype)
+    rest = (lse.detach() - m).to(dtype)
+    return m, torch.where(rest.isfinite(), rest, 0.0)
 
 
 def _counted(m: Tensor, row_weight: Tensor | None) -> Tensor:
@@ -151,18 +159,6 @@ def _counted(m: Tensor, row_weight: Tensor | None) -> Tensor:
 
 def _nonzero(total: Tensor) -> Tensor:
     return torch.where(total == 0, 1.0, total)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """Casts as autocast casts the inputs of ``scaled_dot_product_attention``: float64 stays."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
-
-
-def _row_dtype(*tensors: Tensor) -> torch.dtype:
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def _empty_rows(q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,7 +175,7 @@ def _body(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @functools.wraps(body)
         def run(first: Tensor, *args: object) -> Any:
             device = first.device.type
-            if not torch.is_autocast_enabled(device):
+            if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
                 return body(first, *args)
             with torch.autocast(device, enabled=False):
                 return body(first, *args)
@@ -194,25 +190,19 @@ for _name, _schema in SCHEMAS.items():
     torch.library.define(f"streamkl::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 
 
-def _problem(inputs: Inputs, options: Options) -> tuple[engines.Engine, Problem]:
+def _problem(tensors: tuple[Any, ...], options: Options) -> tuple[engines.Engine, Problem, Inputs]:
+    inputs = Inputs(*tensors[:4])
     a = Side.of(inputs.a_q, inputs.a_k, options.a_scale, options.a_relu)
     b = Side.of(inputs.b_q, inputs.b_k, options.b_scale, options.b_relu)
-    engine, support = _support(inputs.b_q, inputs.b_k, *inputs[4:], options.left, options.right, options.backend)
-    return engine, Problem(a, b, support, options.deterministic)
+    support = _support(inputs.b_q, inputs.b_k, options.left, options.right, *tensors[4:])
+    problem = Problem(a, b, support, options.deterministic)
+    return engines.choose(options.backend, inputs.b_q.device, problem).engine, problem, inputs
 
 
-def _support(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    left: int | None,
-    right: int | None,
-    backend: str,
-) -> tuple[engines.Engine, Support]:
-    nq, nk = q.shape[2], k.shape[2]
-    validation.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, nq, nk)
-    return engines.choose(backend, q.device).engine, Support(q.shape[0], nq, nk, left, right)
+def _support(q: Tensor, k: Tensor, left: int | None, right: int | None, *cu_seqlens: Tensor | None) -> Support:
+    support = Support.of(q, k, left, right, *cu_seqlens)
+    validation.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
+    return support
 
 
 @_body("logsumexp")
@@ -228,8 +218,9 @@ def _(
     dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    engine, support = _support(q, k, cu_seqlens_q, cu_seqlens_k, left, right, backend)
-    return engine.logsumexp(support, Side.of(q, k, scale, relu), q, k, cu_seqlens_q, cu_seqlens_k, dtype)
+    support, side = _support(q, k, left, right, cu_seqlens_q, cu_seqlens_k), Side.of(q, k, scale, relu)
+    engine = engines.choose(backend, q.device, Problem(side, side, support)).engine
+    return engine.logsumexp(support, side, q, k, dtype)
 
 
 @_body("checked_weight")
@@ -240,32 +231,33 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_body("paired_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    inputs, options = Inputs(*args[:6]), Options(*args[6:])
-    engine, problem = _problem(inputs, options)
+    engine, problem, inputs = _problem(args[:6], Options(*args[6:]))
     kl, norm = engine.paired_rows(problem, inputs)
     return kl, *norm
 
 
 @_body("mixture_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    inputs, (m_a, ln_l_a), options = Inputs(*args[:6]), args[6:8], Options(*args[8:])
-    engine, problem = _problem(inputs, options)
+    engine, problem, inputs = _problem(args[:6], Options(*args[8:]))
+    m_a, ln_l_a = args[6:8]
     return engine.mixture_rows(problem, inputs, m_a, ln_l_a)
 
 
 @_body("rows_backward")
 def _(row_grad: Tensor, kl: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    norm, inputs, options, want = Normalisers(*args[:4]), Inputs(*args[4:10]), Options(*args[10:18]), args[18:]
-    engine, problem = _problem(inputs, options)
-    gradients = engine.backward(problem, inputs, norm, kl, row_grad, *want)
-    return tuple(x.new_empty(0) if grad is None else grad for grad, x in zip(gradients, inputs[:4], strict=True))
+    engine, problem, inputs = _problem(args[4:10], Options(*args[10:18]))
+    want_a, want_b = args[18:]
+    gradients = engine.backward(problem, inputs, Normalisers(*args[:4]), kl, row_grad, want_a, want_b)
+    return tuple(x.new_empty(0) if grad is None else grad for grad, x in zip(gradients, inputs, strict=True))
 
 
 @_body("train")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    inputs, norm, weight, options = Inputs(*args[:6]), Normalisers(*args[6:10]), args[10], Options(*args[11:])
-    engine, problem = _problem(inputs, options)
-    return engine.train(problem, inputs, norm, weight)
+    engine, problem, inputs = _problem(args[:6], Options(*args[11:]))
+    norm, weight = Normalisers(*args[6:10]), args[10]
+    loss, d_b_q, d_b_k, mass = engine.train(problem, inputs, norm, weight)
+    validation.check_teacher_mass(mass, norm.m_a)
+    return loss, d_b_q, d_b_k
 
 
 @_body("scale_gradient")
@@ -293,12 +285,12 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.register_fake("streamkl::paired_rows")
 def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...]:
-    return tuple(_empty_rows(b_q, _row_dtype(a_q, b_q)) for _ in range(5))
+    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype)) for _ in range(5))
 
 
 @torch.library.register_fake("streamkl::mixture_rows")
 def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...]:
-    return tuple(_empty_rows(b_q, _row_dtype(a_q, b_q)) for _ in range(3))
+    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype)) for _ in range(3))
 
 
 @torch.library.register_fake("streamkl::rows_backward")
@@ -310,7 +302,7 @@ def _(row_grad: Tensor, kl: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("streamkl::train")
 def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, b_k: Tensor, *args: object) -> tuple[Tensor, ...]:
-    dtype = _row_dtype(a_q, b_q)
+    dtype = compute_dtype(a_q.dtype, b_q.dtype)
     return tuple(b_q.new_empty(shape, dtype=dtype) for shape in ((), b_q.shape, b_k.shape))
 
 
@@ -329,7 +321,9 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.save_for_backward(*tensors, output[0], *given, *output[1:])
 
 
-def _rows_backward(ctx: Any, row_grad: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+def _rows_backward(ctx: Any, row_grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    if row_grad is None:
+        return (None,) * ctx.arguments
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     tensors, kl, norm = saved[:6], saved[6], saved[7:]
     want_a, want_b = needs[0] or needs[1], needs[2] or needs[3]
@@ -349,7 +343,9 @@ def _save_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.save_for_backward(*output[1:])
 
 
-def _train_backward(ctx: Any, upstream: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+def _train_backward(ctx: Any, upstream: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    if upstream is None:
+        return (None,) * ctx.arguments
     gradients = (
         torch.ops.streamkl.scale_gradient(gradient, upstream, ctx.dtype) if need else None
         for gradient, need in zip(ctx.saved_tensors, ctx.needs_input_grad[2:4], strict=True)

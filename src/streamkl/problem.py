@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -38,17 +39,12 @@ class Tile(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of one divergence: ``q [B, H, Nq, D]``, ``k [B, Hkv, Nk, D]``, ``cu_seqlens [sequences + 1]``.
-
-    A packed batch is one batch element (``B = 1``) whose sequences ``cu_seqlens`` names.
-    """
+    """The tensors of one divergence: ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]`` of both sides, any strides."""
 
     a_q: Tensor
     a_k: Tensor
     b_q: Tensor
     b_k: Tensor
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -62,7 +58,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two distributions: ``heads`` query heads over ``kv_heads`` key heads of width ``dim``.
+    """One of the two distributions: ``heads`` query heads over ``kv_heads`` key heads of width ``dim``, in ``dtype``.
 
     Its logits are ``scale * <q, k>``, through a relu where ``relu`` is set.
     """
@@ -70,6 +66,7 @@ class Side:
     heads: int
     kv_heads: int
     dim: int
+    dtype: torch.dtype
     scale: float
     relu: bool = False
 
@@ -77,7 +74,7 @@ class Side:
     def of(cls, q: Tensor, k: Tensor, scale: float | None = None, relu: bool = False) -> Side:
         """Reads the side of ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``; the scale defaults to ``1/sqrt(D)``."""
         dim = q.shape[3]
-        return cls(q.shape[1], k.shape[1], dim, dim**-0.5 if scale is None else scale, relu)
+        return cls(q.shape[1], k.shape[1], dim, q.dtype, dim**-0.5 if scale is None else scale, relu)
 
     def kv_head(self, head: int) -> int:
         """The key head that query head ``head`` reads."""
@@ -90,6 +87,7 @@ class Support:
 
     Row ``i`` of a sequence sees the keys from ``i + diagonal - left`` to ``i + diagonal + right``; ``None`` is
     unbounded. Causal masking is ``right = 0``; sequences are aligned bottom-right, so ``diagonal = k_len - q_len``.
+    A packed batch is one batch element, whose sequences ``cu_seqlens_q`` and ``cu_seqlens_k [sequences + 1]`` name.
     """
 
     batch: int
@@ -97,14 +95,21 @@ class Support:
     nk: int
     left: int | None = None
     right: int | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
-    def sequences(self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Iterator[Sequence]:
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, left: int | None, right: int | None, *cu_seqlens: Tensor | None) -> Support:
+        """Reads the support of ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``."""
+        return cls(q.shape[0], q.shape[2], k.shape[2], left, right, *cu_seqlens)
+
+    def sequences(self) -> Iterator[Sequence]:
         """Walks the sequences: one per batch element, or the packed ones (which reads ``cu_seqlens`` on the host)."""
-        if cu_seqlens_q is None or cu_seqlens_k is None:
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             for batch in range(self.batch):
                 yield Sequence(batch, 0, self.nq, 0, self.nk, self.nk - self.nq)
             return
-        starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for n in range(len(starts_q) - 1):
             q_len, k_len = starts_q[n + 1] - starts_q[n], starts_k[n + 1] - starts_k[n]
             yield Sequence(0, starts_q[n], q_len, starts_k[n], k_len, k_len - q_len)
@@ -150,6 +155,21 @@ class Problem:
     deterministic: bool = False
 
     @property
+    def distributions(self) -> int:
+        """How many distributions of ``b`` there are: ``R``."""
+        return self.b.heads
+
+    @property
     def group(self) -> int:
-        """How many heads of ``a`` one distribution of ``b`` is compared with."""
-        return self.a.heads // self.b.heads
+        """How many heads of ``a`` one distribution of ``b`` is compared with: ``H / R``."""
+        return self.a.heads // self.distributions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What rows and products are computed in."""
+        return compute_dtype(self.a.dtype, self.b.dtype)
+
+
+def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """float32, or float64 where any input is."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32

@@ -1,8 +1,8 @@
 """From a caller's arguments to tensors in one layout and the numbers that describe them, or a ``ValueError``.
 
 Shapes, dtypes and devices are checked on every call and cost nothing on the device. What needs a tensor's values is
-checked by `check_cu_seqlens` and `check_row_weight`, which the ops call: always on CPU tensors, elsewhere only under
-``STREAMKL_CHECK=1``, so that nothing synchronises and ``torch.compile`` traces through.
+checked by `check_cu_seqlens`, `check_row_weight` and `check_teacher_mass`, which the ops call: always on CPU tensors,
+elsewhere only under ``STREAMKL_CHECK=1``, so that no check synchronises and ``torch.compile`` traces through.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ class Keys(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
 
-    @property
-    def packed(self) -> bool:
-        """Whether sequences are packed along the tokens."""
-        return self.cu_seqlens_q is not None
+    packed: bool
 
 
 class KLArguments(NamedTuple):
@@ -76,14 +73,15 @@ def attention_kl_arguments(
     keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
     named = {"teacher_q": teacher_q, "teacher_k": teacher_k, "student_q": student_q, "student_k": student_k}
     teacher_q, teacher_k, student_q, student_k = _canonical(named, keys)
-    _check_pair("teacher", teacher_q, teacher_k, keys)
-    _check_pair("student", student_q, student_k, keys)
+    _check_pair("teacher", teacher_q, teacher_k)
+    _check_pair("student", student_q, student_k)
     for name, teacher, student in (("q", teacher_q, student_q), ("k", teacher_k, student_k)):
         for axis, dim in (("batch", 0), ("tokens", 2)):
             if teacher.shape[dim] != student.shape[dim]:
                 raise ValueError(
-                    f"teacher_{name} and student_{name} must have the same {axis}: "
-                    f"got {teacher.shape[dim]} and {student.shape[dim]}"
+                    f"teacher_{name} and student_{name} must have the same {axis}: got {teacher.shape[dim]} and "
+                    f"{student.shape[dim]}, from [batch, heads, tokens, dim] = {list(teacher.shape)} and "
+                    f"{list(student.shape)}"
                 )
     heads, distributions = teacher_q.shape[1], student_q.shape[1]
     if heads % distributions != 0:
@@ -144,7 +142,7 @@ def attention_lse_arguments(
     """Checks a call of ``attention_lse``; packed tensors come back as views with a batch of 1."""
     keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
     q, k = _canonical({"q": q, "k": k}, keys)
-    _check_pair("", q, k, keys)
+    _check_pair("", q, k)
     _check_scale("scale", scale)
     _check_choice("backend", backend, BACKENDS)
     return LSEArguments(q, k, keys)
@@ -152,8 +150,7 @@ def attention_lse_arguments(
 
 def check_values(arguments: KLArguments | LSEArguments) -> None:
     """Checks what needs the tensors' values, for a caller that does not go through the operators."""
-    q, k = arguments[:2]
-    keys = arguments.keys
+    q, k, keys = arguments[0], arguments[1], arguments.keys
     check_cu_seqlens(keys.cu_seqlens_q, keys.cu_seqlens_k, q.shape[2], k.shape[2])
     if isinstance(arguments, KLArguments):
         check_row_weight(arguments.row_weight)
@@ -183,8 +180,34 @@ def check_row_weight(row_weight: Tensor | None) -> None:
         raise ValueError(f"row_weight must be finite and not negative: got {row_weight[~good][0].item()}")
 
 
+def check_teacher_mass(mass: Tensor, lse: Tensor) -> None:
+    """Checks that the teacher's probabilities, normalised by ``teacher_lse [B, H, Nq]``, sum to 1 in every row.
+
+    ``mass [B, R, Nq]`` holds the sums. An LSE of another mask, scale or logarithm is off by far more than the rounding
+    of logits of its size, which is allowed for.
+    """
+    if not _may_read(mass):
+        return
+    size = lse.abs().unflatten(1, (mass.shape[1], -1)).amax(2)
+    allowed = 0.01 + 64 * torch.finfo(torch.float32).eps * size
+    wrong = (mass - 1).abs() > allowed
+    if bool(wrong.any()):
+        raise ValueError(
+            f"teacher_lse must be the natural log-sum-exp of the teacher's scaled logits over exactly the keys allowed "
+            f"here, so that its probabilities sum to 1: got rows that sum to {mass[wrong][0].item():.4g}"
+        )
+
+
 def _may_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or os.environ.get("STREAMKL_CHECK") == "1"
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Casts as autocast casts the inputs of ``scaled_dot_product_attention``: float64 stays."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def _keys(
@@ -215,26 +238,29 @@ def _keys(
                 f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences: "
                 f"got {cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
             )
-    return Keys(left, right, cu_seqlens_q, cu_seqlens_k)
+    return Keys(left, right, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q is not None)
 
 
 def _canonical(named: dict[str, Tensor], keys: Keys) -> list[Tensor]:
-    """Checks rank, dtype, layout and device; returns ``[B, H, N, D]`` views."""
-    layout = "[tokens, heads, dim] with cu_seqlens" if keys.packed else "[batch, heads, tokens, dim]"
+    """Checks rank, dtype, layout and device; returns ``[B, H, N, D]`` views, cast as autocast asks."""
+    layout = "[batch, heads, tokens, dim], or [tokens, heads, dim] with cu_seqlens_q and cu_seqlens_k"
+    if keys.packed:
+        layout = "[tokens, heads, dim] with cu_seqlens"
     first_name, first = next(iter(named.items()))
     out = []
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor: got {type(x).__name__}")
+        if x.layout != torch.strided or x.is_nested:
+            kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+            raise ValueError(f"{name} must be a dense tensor: got {kind}")
         if x.dim() != (3 if keys.packed else 4):
             raise ValueError(f"{name} must be of shape {layout}: got {list(x.shape)}")
-        if x.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor: got layout {x.layout}")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16: got {x.dtype}")
         if x.device != first.device:
             raise ValueError(f"{name} must be on the device of {first_name}, {first.device}: got {x.device}")
-        view = x.transpose(0, 1).unsqueeze(0) if keys.packed else x
+        view = _autocast(x.transpose(0, 1).unsqueeze(0) if keys.packed else x)
         for axis, dim in (("head", 1), ("dimension", 3)):
             if view.shape[dim] == 0:
                 raise ValueError(f"{name} must have at least one {axis}: got shape {list(x.shape)}")
@@ -245,7 +271,7 @@ def _canonical(named: dict[str, Tensor], keys: Keys) -> list[Tensor]:
     return out
 
 
-def _check_pair(side: str, q: Tensor, k: Tensor, keys: Keys) -> None:
+def _check_pair(side: str, q: Tensor, k: Tensor) -> None:
     q_name, k_name = (f"{side}_q", f"{side}_k") if side else ("q", "k")
     if q.dtype != k.dtype:
         raise ValueError(f"{q_name} and {k_name} must share one dtype: got {q.dtype} and {k.dtype}")
@@ -267,8 +293,10 @@ def _row_tensor(name: str, x: Tensor, q: Tensor, heads: int, keys: Keys, shared:
     if list(x.shape) != full and not (shared and list(x.shape) == short):
         wanted = f"{full} or {short}" if shared else f"{full}"
         raise ValueError(f"{name} must be of shape {wanted}: got {list(x.shape)}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor: got layout {x.layout}")
     if x.dtype not in DTYPES:
-        raise ValueError(f"{name} must be a floating-point tensor: got {x.dtype}")
+        raise ValueError(f"{name} must be a floating-point tensor (a mask: mask.float()): got {x.dtype}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of the queries, {q.device}: got {x.device}")
     if keys.packed:
@@ -285,7 +313,7 @@ def _check_scale(name: str, scale: float | None) -> None:
         raise ValueError(f"{name} must be a Python float: got a tensor; a learned temperature multiplies q instead")
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise ValueError(f"{name} must be a Python float: got {scale!r}")
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"{name} must be finite: got {scale}")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import streamkl
 from streamkl import engines
 from streamkl.cli import app
 from streamkl.cli.doctor import examine, minimum_torch
@@ -52,6 +53,8 @@ def test_a_failing_engine_is_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no engine today" in result.output
 
 
-def test_help_lists_the_commands() -> None:
-    result = CliRunner().invoke(app, [])
-    assert "doctor" in result.output
+def test_help_and_version() -> None:
+    assert "doctor" in CliRunner().invoke(app, []).output
+    assert CliRunner().invoke(app, ["--version"]).output == f"streamkl {streamkl.__version__}\n"
+    result = subprocess.run([sys.executable, "-m", "streamkl", "--version"], capture_output=True, text=True, timeout=60)
+    assert result.stdout == f"streamkl {streamkl.__version__}\n"

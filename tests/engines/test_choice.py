@@ -14,7 +14,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that comes first and cannot run."""
-    module = SimpleNamespace(name="refusing", unsupported=lambda device: f"no compiler for {device}")
+    module = SimpleNamespace(
+        name="refusing", summary="never runs", unsupported=lambda device, problem: f"no compiler for {device}"
+    )
     monkeypatch.setitem(sys.modules, "streamkl.engines.refusing", module)
     monkeypatch.setattr(engines, "PREFERENCE", ("refusing", "tiled"))
 
@@ -22,7 +24,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_the_first_engine_that_can_run_and_says_why_the_others_cannot(refusing: None) -> None:
     choice = engines.choose("auto", CPU)
     assert choice.engine.name == "tiled"
-    assert choice.reason == "refusing: no compiler for cpu; tiled runs on any device"
+    assert choice.reason == "refusing: no compiler for cpu; tiled: plain PyTorch, runs on any device"
 
 
 def test_a_named_engine_never_falls_back(refusing: None) -> None:

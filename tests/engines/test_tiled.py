@@ -1,9 +1,12 @@
 """The plain PyTorch engine: how many products it computes, and how much memory it takes."""
 
+import json
 import math
-from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from streamkl import attention_kl
 from streamkl.engines import tiled
 from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
 
+HERE = Path(__file__).parent
 BLOCK_Q, BLOCK_K = 16, 24
 TEACHER_DIM, STUDENT_DIM = 40, 56
 """Widths that are neither the block sizes nor each other: a product's shape says what it multiplies."""
@@ -99,52 +103,36 @@ def test_a_window_visits_only_its_tiles(blocks) -> None:
     assert products.logits(TEACHER_DIM) == 400 / BLOCK_Q  # a block of 16 rows sees at most 24 keys
 
 
-class Peak(NamedTuple):
-    """What the CPU allocator had handed out at its peak: how many bytes, and how many allocations of each size."""
-
-    total: int
-    sizes: Counter[int]
-
-
-def peak_memory(step: Callable[[], object]) -> Peak:
-    """Runs ``step`` and reads the allocator's own reports of every allocation and release."""
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        step()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert len(events) > 100, "the allocator reported nothing"
-    held, peak, sizes = 0, Peak(0, Counter()), Counter[int]()
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        size = event.nbytes()
-        held += size
-        sizes[abs(size)] += 1 if size > 0 else -1
-        if held > peak.total:
-            peak = Peak(held, sizes.copy())
-    return peak
+@pytest.fixture(scope="session")
+def allocator_hook(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``allocations.c`` as a library to preload."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("the allocator hook needs Linux and a C compiler")
+    library = tmp_path_factory.mktemp("hook") / "allocations.so"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, HERE / "allocations.c"], check=True)
+    return library
 
 
-def scratch(tokens: int, dtype: torch.dtype, teacher_lse: bool) -> int:
-    """Bytes at the peak of a forward and backward besides gradients, their float32 accumulators and row vectors.
+def peak(hook: Path, tokens: int, dtype: str, path: str) -> dict[str, int]:
+    """Peaks of a forward and backward: bytes of scratch, number of gradients and their accumulators, of row vectors.
 
     Those are told by their sizes, which no tile has where ``tokens`` is odd.
     """
-    dim = 64
-    q, k = (torch.randn(1, 1, tokens, dim, dtype=dtype) for _ in range(2))
-    lse = torch.full((1, 1, tokens), 10.0) if teacher_lse else None
-    student = [torch.randn(1, 1, tokens, dim, dtype=dtype).requires_grad_() for _ in range(2)]
-    peak = peak_memory(lambda: attention_kl(q, k, *student, causal=True, teacher_lse=lse, backend="tiled").backward())
-    gradients = {tokens * dim * itemsize for itemsize in (2, 4)}
-    rows = {tokens, tokens * 4}
-    assert sum(peak.sizes[size] for size in gradients) <= 4  # two gradients, and their accumulators
-    assert sum(peak.sizes[size] for size in rows) <= 12
-    return peak.total - sum(size * peak.sizes[size] for size in gradients | rows)
+    result = subprocess.run(
+        [sys.executable, HERE / "allocations.py", str(tokens), dtype, path],
+        env={**os.environ, "LD_PRELOAD": str(hook)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(result.stdout)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "teacher_lse"), [(torch.float32, False), (torch.bfloat16, True)], ids=["two_sweeps", "one_sweep"]
-)
-def test_scratch_does_not_grow_with_the_sequence(dtype: torch.dtype, teacher_lse: bool) -> None:
-    short, long = (scratch(tokens, dtype, teacher_lse) for tokens in (4097, 65537))
-    print(f"scratch: {short} bytes at 4,097 tokens, {long} at 65,537")
-    assert long <= 64 << 20
-    assert abs(long - short) <= 0.1 * short, f"{short} bytes at 4,097 tokens, {long} at 65,537"
+@pytest.mark.parametrize(("dtype", "path"), [("float32", "two_sweeps"), ("bfloat16", "one_sweep")])
+def test_scratch_does_not_grow_with_the_sequence(dtype: str, path: str, allocator_hook: Path) -> None:
+    short, long = (peak(allocator_hook, tokens, dtype, path) for tokens in (4097, 65537))
+    print(f"{dtype}, {path}: {short} at 4,097 tokens, {long} at 65,537")
+    assert long["allocations"] > 100_000, "the hook saw nothing"
+    assert long["gradients"] <= 4, "two gradients, and their float32 accumulators"
+    assert long["rows"] <= 14
+    assert long["scratch"] <= 64 << 20
+    assert abs(long["scratch"] - short["scratch"]) <= 0.1 * short["scratch"]

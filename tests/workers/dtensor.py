@@ -11,9 +11,10 @@ from streamkl import attention_kl, attention_lse
 from streamkl.testing import STUDENT, TEACHER, Heads, make_case
 
 
-def run(tensors: dict, wanted: tuple, **options: object) -> list:
+def run(tensors: dict, wanted: tuple, compiled: bool = False, **options: object) -> list:
+    function = torch.compile(attention_kl, fullgraph=True, backend="aot_eager") if compiled else attention_kl
     leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in tensors.items()}
-    loss = attention_kl(**leaves, **options)
+    loss = function(**leaves, **options)
     if loss.dim():
         loss = loss.sum()
     return [loss.detach(), *torch.autograd.grad(loss, [leaves[name] for name in wanted])]
@@ -53,6 +54,10 @@ def main() -> None:
             torch.testing.assert_close(whole(ours), plain, rtol=1e-12, atol=1e-12, msg=f"{kind} {placement} {name}")
             if name != "loss":
                 assert ours.placements == (placement,), f"{kind} {name} was moved: {ours.placements}"
+    expected = run(case.tensors, wanted, causal=True)
+    got = run(tensors, wanted, causal=True, compiled=True)
+    for ours, plain in zip(got, expected, strict=True):
+        torch.testing.assert_close(whole(ours), plain, rtol=1e-12, atol=1e-12)
     lse = attention_lse(tensors["teacher_q"], tensors["teacher_k"])
     assert isinstance(lse, DTensor)
     dist.destroy_process_group()

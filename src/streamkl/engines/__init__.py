@@ -23,20 +23,17 @@ class Engine(Protocol):
     """What ``ops`` asks of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs)."""
 
     name: str
+    summary: str
 
-    def unsupported(self, device: torch.device) -> str | None:
-        """Why the engine cannot run on the device, or ``None`` if it can."""
+    def unsupported(self, device: torch.device, problem: Problem | None = None) -> str | None:
+        """Why the engine cannot run the problem (or any, if none is named) on the device, or ``None`` if it can.
+
+        A log-sum-exp is asked for as the problem of a side against itself.
+        """
         ...
 
     def logsumexp(
-        self,
-        support: Support,
-        side: Side,
-        q: Tensor,
-        k: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        dtype: torch.dtype,
+        self, support: Support, side: Side, q: Tensor, k: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """``(m, ln l)`` of one side's logits, computed in ``dtype``; ``(-inf, 0)`` for a row that sees no key."""
         ...
@@ -66,8 +63,11 @@ class Engine(Protocol):
 
     def train(
         self, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``sum(weight * kl)`` and its gradients to ``b_q`` and ``b_k`` before rounding, in one sweep over ``a``."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k`` before rounding, and the mass, in one sweep.
+
+        The mass is the sum of each row's probabilities of ``a``, which tells a wrong LSE; 1 for a row without weight.
+        """
         ...
 
 
@@ -78,8 +78,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(backend: str, device: torch.device) -> Choice:
-    """The engine for calls on a device.
+def choose(backend: str, device: torch.device, problem: Problem | None = None) -> Choice:
+    """The engine for a problem on a device, or for problems there in general.
 
     A named engine is taken or refused, never replaced: ``RuntimeError`` says what is missing. ``auto`` takes the first
     that can run.
@@ -87,11 +87,9 @@ def choose(backend: str, device: torch.device) -> Choice:
     refusals = []
     for name in PREFERENCE if backend == "auto" else (backend,):
         engine: Engine = import_module(f"{__name__}.{name}")  # pyright: ignore[reportAssignmentType]
-        refusal = engine.unsupported(device)
+        refusal = engine.unsupported(device, problem)
         if refusal is None:
-            reason = "; ".join(
-                [*refusals, "named by the caller" if backend != "auto" else f"{name} runs on any device"]
-            )
-            return Choice(engine, reason)
+            taken = f"{name}: {engine.summary}" if backend == "auto" else "named by the caller"
+            return Choice(engine, "; ".join([*refusals, taken]))
         refusals.append(f"{name}: {refusal}")
     raise RuntimeError(f"backend={backend!r} cannot run on {device}: {'; '.join(refusals)}")

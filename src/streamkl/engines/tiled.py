@@ -16,6 +16,7 @@ from streamkl.problem import Gradients, Inputs, Problem, Side, Support, Tile
 from streamkl.state import LogSumExp, MixtureState, Normalisers, PairedState, mixture_kl, mixture_sums
 
 name = "tiled"
+summary = "plain PyTorch, runs on any device"
 
 BLOCK_Q, BLOCK_K = 256, 512
 """Rows and keys of a tile on a CPU, where it should stay in the second-level cache."""
@@ -24,39 +25,31 @@ DEVICE_BLOCK_Q, DEVICE_BLOCK_K = 2048, 2048
 """Rows and keys of a tile elsewhere, where a launch costs more than the memory."""
 
 
-def unsupported(device: torch.device) -> str | None:
-    """Why this engine cannot run there: it always can."""
+def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
+    """Why this engine cannot run the problem there: it always can."""
     return None
 
 
-def logsumexp(
-    support: Support,
-    side: Side,
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]`` of ``dtype``; ``(-inf, 0)`` where a row sees no key."""
     m, ln_l = _rows(q, side.heads, dtype, -torch.inf), _rows(q, side.heads, dtype)
-    for head, tiles in _walk(support, side.heads, q.device, cu_seqlens_q, cu_seqlens_k):
+    for head, tiles in _walk(support, side.heads, q.device):
         at = _row_index(head, tiles)
         state = LogSumExp.identity(m[at])
         for tile in tiles:
             x = _masked(_logits(side, q, k, head, tile, dtype), _disallowed(support, tile, q.device))
             state = state.merge(LogSumExp.of_tile(x))
-        m[at], ln_l[at] = state.pair()
+        m[at], ln_l[at] = _finished(state)
     return m, ln_l
 
 
 def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Normalisers]:
     """The divergence of each row, ``[B, R, Nq]``, head by head (``group == 1``), and its normalisers."""
-    a_q, a_k, b_q, b_k = inputs[:4]
-    dtype, heads = _compute_dtype(a_q, b_q), problem.b.heads
+    a_q, a_k, b_q, b_k = inputs
+    dtype, heads = problem.dtype, problem.distributions
     kl = _rows(b_q, heads, dtype)
     norm = Normalisers(*(_rows(b_q, heads, dtype, start) for start in (-torch.inf, 0.0, -torch.inf, 0.0)))
-    for r, tiles in _walk(problem.support, heads, b_q.device, *inputs[4:]):
+    for r, tiles in _walk(problem.support, heads, b_q.device):
         at = _row_index(r, tiles)
         state = PairedState.identity(kl[at])
         for tile in tiles:
@@ -64,21 +57,21 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Normalisers]:
             a = _masked(_logits(problem.a, a_q, a_k, r, tile, dtype), disallowed)
             b = _masked(_logits(problem.b, b_q, b_k, r, tile, dtype), disallowed)
             state = state.merge(PairedState.of_tile(a, b, tile.masked))
-        kl[at] = state.kl()
-        norm.m_a[at], norm.ln_l_a[at] = LogSumExp(state.m_a, state.l_a).pair()
-        norm.m_b[at], norm.ln_l_b[at] = LogSumExp(state.m_b, state.l_b).pair()
+        norm.m_a[at], norm.ln_l_a[at] = _finished(LogSumExp(state.m_a, state.l_a))
+        norm.m_b[at], norm.ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b))
+        kl[at] = _or_nan(state.kl(), norm.m_a[at] + norm.m_b[at])
     return kl, norm
 
 
 def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
     b_q, b_k = inputs.b_q, inputs.b_k
-    dtype, heads = _compute_dtype(inputs.a_q, b_q), problem.b.heads
+    dtype, heads = problem.dtype, problem.distributions
     kl, m_b, ln_l_b = _rows(b_q, heads, dtype), _rows(b_q, heads, dtype, -torch.inf), _rows(b_q, heads, dtype)
     # Only ratios of p matter. Normalised by the first head's l, s is of the size of l_b and cancels no digits with it.
     groups = ln_l_a.unflatten(1, (heads, problem.group))
     ln_l_a = (groups - groups[:, :, :1]).flatten(1, 2)
-    for r, tiles in _walk(problem.support, heads, b_q.device, *inputs[4:]):
+    for r, tiles in _walk(problem.support, heads, b_q.device):
         at = _row_index(r, tiles)
         state = MixtureState.identity(kl[at])
         for tile in tiles:
@@ -86,8 +79,8 @@ def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) 
             p = _target(problem, inputs, m_a, ln_l_a, r, tile, disallowed, dtype)
             b = _masked(_logits(problem.b, b_q, b_k, r, tile, dtype), disallowed)
             state = state.merge(MixtureState.of_tile(p, b))
-        kl[at] = state.kl()
-        m_b[at], ln_l_b[at] = LogSumExp(state.m_b, state.l_b).pair()
+        m_b[at], ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b))
+        kl[at] = _or_nan(state.kl(), m_b[at])
     return kl, m_b, ln_l_b
 
 
@@ -98,11 +91,11 @@ def backward(
 
     Side ``a`` can want gradients where ``group == 1``; only then is ``kl`` read.
     """
-    a_q, a_k, b_q, b_k = inputs[:4]
-    dtype = _compute_dtype(a_q, b_q)
+    a_q, a_k, b_q, b_k = inputs
+    dtype = problem.dtype
     grad_a = _SideGradient(problem.a, a_q, a_k, a_q.dtype, dtype) if want_a else None
     grad_b = _SideGradient(problem.b, b_q, b_k, b_q.dtype, dtype) if want_b else None
-    for r, tiles in _walk(problem.support, problem.b.heads, b_q.device, *inputs[4:]):
+    for r, tiles in _walk(problem.support, problem.distributions, b_q.device):
         at = _row_index(r, tiles)
         weight = row_grad[at].to(dtype)[:, None]
         for tile in tiles:
@@ -118,19 +111,19 @@ def backward(
                 da = _masked(log_p.sub_(log_q).sub_(kl[at][:, None]), disallowed, 0.0).mul_(p)
                 grad_a.add(a, da, weight, r, tile)
             if grad_b is not None:
-                grad_b.add(b, log_q.exp_().sub_(p), weight, r, tile)
+                grad_b.add(b, _masked(log_q.exp_().sub_(p), disallowed, 0.0), weight, r, tile)
         for grad in filter(None, (grad_a, grad_b)):
             grad.write_rows(at)
     return Gradients(*(grad_a.cast() if grad_a else (None, None)), *(grad_b.cast() if grad_b else (None, None)))
 
 
-def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``sum(weight * kl)`` and its gradients to ``b_q`` and ``b_k``, unrounded, in one sweep over ``a``."""
+def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
     b_q, b_k = inputs.b_q, inputs.b_k
-    dtype = _compute_dtype(inputs.a_q, b_q)
-    kl = _rows(b_q, problem.b.heads, dtype)
+    dtype = problem.dtype
+    kl, mass = (_rows(b_q, problem.distributions, dtype, start) for start in (0.0, 1.0))
     grad_b = _SideGradient(problem.b, b_q, b_k, dtype, dtype)
-    for r, tiles in _walk(problem.support, problem.b.heads, b_q.device, *inputs[4:]):
+    for r, tiles in _walk(problem.support, problem.distributions, b_q.device):
         at = _row_index(r, tiles)
         s, acc = torch.zeros_like(kl[at]), torch.zeros_like(kl[at])
         for tile in tiles:
@@ -140,10 +133,11 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
             log_q = (b - norm.m_b[at][:, None]).sub_(norm.ln_l_b[at][:, None])
             tile_s, tile_acc = mixture_sums(p, log_q)
             s, acc = s + tile_s, acc + tile_acc
-            grad_b.add(b, log_q.exp_().sub_(p), weight[at][:, None], r, tile)
-        kl[at] = mixture_kl(s, acc, 1.0)
+            db = _masked(log_q.exp_().sub_(p), disallowed, 0.0)
+            grad_b.add(b, db, weight[at][:, None], r, tile)
+        kl[at], mass[at] = mixture_kl(s, acc, 1.0), torch.where(weight[at] == 0, 1.0, s)
         grad_b.write_rows(at)
-    return torch.where(weight != 0, weight * kl, 0.0).sum(), grad_b.q, grad_b.k
+    return torch.where(weight != 0, weight * kl, 0.0).sum(), grad_b.q, grad_b.k, mass
 
 
 class _SideGradient:
@@ -158,14 +152,15 @@ class _SideGradient:
     def add(self, x: Tensor, dx: Tensor, weight: Tensor, head: int, tile: Tile) -> None:
         """Adds what one tile contributes, from its logits ``x`` and their unweighted derivative ``dx`` (overwritten).
 
-        Rows of weight 0 are cut out by selection on both sides of the product: whatever they hold, they add 0.
+        Masked pairs and rows of weight 0 add 0 by selection, whatever they hold: ``dx`` is 0 there, and a q or k that
+        is not finite, which would make nan of it, is left out of the product. Where such a pair counts, ``dx`` is nan.
         """
         dx.mul_(weight * self.side.scale).masked_fill_(weight == 0, 0.0)
         if self.side.relu:
             dx.masked_fill_(x <= 0, 0.0)
         kv = self.side.kv_head(head)
-        q_tile = _operand(self.q_input[tile.batch, head, tile.rows], dx.dtype).masked_fill(weight == 0, 0.0)
-        k_tile = _operand(self.k_input[tile.batch, kv, tile.keys], dx.dtype)
+        q_tile = _finite(_operand(self.q_input[tile.batch, head, tile.rows], dx.dtype))
+        k_tile = _finite(_operand(self.k_input[tile.batch, kv, tile.keys], dx.dtype))
         self.k[tile.batch, kv, tile.keys] += torch.matmul(dx.mT, q_tile)
         self.q_rows = torch.matmul(dx, k_tile) + self.q_rows
 
@@ -179,12 +174,10 @@ class _SideGradient:
         return self.q, self.k.to(self.k_input.dtype)
 
 
-def _walk(
-    support: Support, heads: int, device: torch.device, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> Iterator[tuple[int, list[Tile]]]:
+def _walk(support: Support, heads: int, device: torch.device) -> Iterator[tuple[int, list[Tile]]]:
     """Every head and block of live rows, with the tiles that the rows see."""
     blocks = (BLOCK_Q, BLOCK_K) if device.type == "cpu" else (DEVICE_BLOCK_Q, DEVICE_BLOCK_K)
-    for seq in support.sequences(cu_seqlens_q, cu_seqlens_k):
+    for seq in support.sequences():
         for head in range(heads):
             for tiles in support.tiles(seq, *blocks):
                 yield head, tiles
@@ -248,9 +241,19 @@ def _masked(x: Tensor, disallowed: Tensor | None, value: float = -torch.inf) -> 
     return x if disallowed is None else x.masked_fill_(disallowed, value)
 
 
-def _compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """float32, or float64 where any input is."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0.0)
+
+
+def _finished(state: LogSumExp) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of rows that were visited, and so see a key: if their maximum is -inf, logits overflowed."""
+    m, ln_l = state.pair()
+    return torch.where(m == -torch.inf, torch.nan, m), ln_l
+
+
+def _or_nan(kl: Tensor, m: Tensor) -> Tensor:
+    """The row losses, nan where a maximum is."""
+    return torch.where(m.isnan(), m, kl)
 
 
 def _rows(q: Tensor, heads: int, dtype: torch.dtype, value: float = 0.0) -> Tensor:

@@ -1,7 +1,8 @@
 """Seeded problems over the whole contract of ``attention_kl``: `make_case` builds one, `random_case` draws one.
 
 Every tensor sits in a larger one filled with nan, with random strides, so that a read outside of it shows. Rows that
-must not matter (they see no key, have weight 0, or lie past the last packed sequence) hold nan themselves.
+must not matter (they see no key, have weight 0, or lie past the last packed sequence) hold nan themselves, and so do
+keys that no other row sees.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ class Case:
     wanted: tuple[str, ...]
     upstream: Tensor
     dead_rows: Tensor
+
+    def to(self, device: str | torch.device) -> Case:
+        """The same case on another device."""
+
+        def move(x: Any) -> Any:
+            return x.to(device) if isinstance(x, Tensor) else x
+
+        tensors, options = ({name: move(x) for name, x in part.items()} for part in (self.tensors, self.options))
+        lse, upstream, dead = move(self.teacher_lse), move(self.upstream), move(self.dead_rows)
+        return Case(self.seed, tensors, options, lse, self.wanted, upstream, dead)
 
     def clean(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The tensors with 0 in the rows that must not matter, contiguous; cast to ``dtype`` if given."""
@@ -124,12 +135,15 @@ def make_case(
             torch.tensor(starts, dtype=torch.int32 if seed % 2 else torch.int64) for starts in cu_seqlens
         )
     mask: dict[str, Any] = {name: options.get(name) for name in ("causal", "window", "cu_seqlens_q", "cu_seqlens_k")}
-    dead = ~reference.allowed_pairs(nq, nk, **mask).any(-1)
+    allowed = reference.allowed_pairs(nq, nk, **mask)
+    dead = ~allowed.any(-1)
     if row_weight is not None:
         options["row_weight"] = row_weight
         dead = dead | (row_weight == 0).reshape(row_weight.shape[:-1].numel(), nq).all(0)
-    for name in ("teacher_q", "student_q"):
-        values[name][:, :, dead] = torch.nan
+    unseen = ~allowed[~dead].any(0)
+    for side in ("teacher", "student"):
+        values[f"{side}_q"][:, :, dead] = torch.nan
+        values[f"{side}_k"][:, :, unseen] = torch.nan
     if packed:
         values = {name: x[0].transpose(0, 1) for name, x in values.items()}
 

@@ -1,0 +1,44 @@
+"""The FLOP counter sees the operators, and counts the products that the engine computes."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from streamkl import attention_kl, attention_lse, flops, reference
+from streamkl.problem import Support
+from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+
+CASES = {
+    "paired": ({"heads": Heads(4, 2, 4, 2), "wanted": STUDENT + TEACHER}, 2 + 2, 2 + 2),
+    "student": ({"heads": Heads(4, 2, 4, 2)}, 2, 2 + 2),
+    "one_sweep": ({"heads": Heads(4, 2, 2, 1), "teacher_lse": True}, 1, 4),
+    "rows": ({"heads": Heads(4, 2, 2, 1), "reduction": "none"}, 3, 2 + 2),
+}
+"""Problem, and products a tile of teacher and student for loss and gradients."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_loss_and_gradients_count_the_products_over_allowed_pairs(name: str, causal: bool) -> None:
+    problem, teacher, student = CASES[name]
+    case = make_case(0, dims=(24, 16), tokens=(30, 40), causal=causal, **problem)
+    with FlopCounterMode(display=False) as counter:
+        evaluate(attention_kl, case.tensors, case, **case.options, teacher_lse=case.teacher_lse)
+    pairs = 2 * int(reference.allowed_pairs(30, 40, causal, None, None, None).sum())
+    heads = problem["heads"]
+    expected = 2 * pairs * (teacher * heads.teacher * 24 + student * heads.student * 16)
+    assert counter.get_total_flops() == expected
+
+
+def test_lse_of_packed_sequences() -> None:
+    q, k, cu = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.tensor([0, 4, 9])
+    with FlopCounterMode(display=False) as counter:
+        attention_lse(q, k, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+    assert counter.get_total_flops() == 2 * 4 * 8 * (4 * 5 // 2 + 5 * 6 // 2)
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0), (3, 9)])
+def test_pairs_are_those_of_the_mask(window: tuple) -> None:
+    mask = tuple(-1 if side is None else side for side in window)
+    expected = int(reference.allowed_pairs(20, 31, False, mask, None, None).sum())
+    assert flops.allowed_pairs(Support(3, 20, 31, *window)) == 3 * expected

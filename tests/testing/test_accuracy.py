@@ -1,0 +1,76 @@
+"""The rule sees engines that are wrong in ways that are easy to miss."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import streamkl
+from streamkl.engines import tiled
+from streamkl.testing import Case, Heads, check_accuracy, make_case, random_case
+
+HALF = (torch.bfloat16, torch.bfloat16)
+
+
+def broken_logits(factor: float) -> Callable:
+    logits = tiled._logits
+    return lambda *args: logits(*args) * factor
+
+
+def failures(cases: list[Case], output: str) -> int:
+    errors = (check_accuracy(case) for case in cases)
+    return sum(e.error[output] > e.bound[output] for e in errors)
+
+
+def test_a_loss_rounded_to_bfloat16_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = streamkl.attention_kl
+    cases = [make_case(seed, dtypes=HALF, dims=(64, 64), tokens=(64, 64)) for seed in range(20)]
+    assert failures(cases, "loss") == 0
+    monkeypatch.setattr(streamkl, "attention_kl", lambda **call: exact(**call).bfloat16().float())
+    assert failures(cases, "loss") >= 15
+
+
+def test_logits_off_by_a_ten_thousandth_are_seen_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(0, causal=True)
+    assert check_accuracy(case).worst <= 1
+    monkeypatch.setattr(tiled, "_logits", broken_logits(1.0001))
+    assert check_accuracy(case).worst > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [Heads(4, 2, 4, 2), Heads(4, 2, 1, 1)], ids=["per_head", "head_mean"])
+def test_a_scale_off_by_two_percent_is_seen_in_every_dtype(dtype, heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "_logits", broken_logits(1.02))
+    assert check_accuracy(make_case(0, heads=heads, dtypes=(dtype, dtype), causal=True)).worst > 1
+
+
+def test_a_key_block_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:
+    walk = tiled._walk
+    monkeypatch.setattr(tiled, "_walk", lambda *args: ((head, tiles[:2]) for head, tiles in walk(*args)))
+    assert check_accuracy(make_case(0, causal=True, tokens=(100, 100))).worst > 1
+
+
+def test_gradients_accumulated_in_the_inputs_dtype_are_seen(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:
+    cases = [make_case(seed, dtypes=HALF, tokens=(400, 30), dims=(16, 16), reduction="sum") for seed in range(6)]
+    assert failures(cases, "student_k") == 0
+    make = tiled._SideGradient.__init__
+    monkeypatch.setattr(
+        tiled._SideGradient, "__init__", lambda self, s, q, k, q_dtype, _: make(self, s, q, k, q_dtype, k.dtype)
+    )
+    monkeypatch.setattr(tiled, "BLOCK_Q", 2)
+    assert failures(cases, "student_k") >= 3
+
+
+def test_a_nan_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "_logits", broken_logits(float("nan")))
+    assert check_accuracy(make_case(0)).worst == float("inf")
+
+
+def test_the_same_seed_gives_the_same_problem() -> None:
+    for seed in range(5):
+        first, second = random_case(seed), random_case(seed)
+        assert str(first) == str(second)
+        for name, x in first.tensors.items():
+            assert torch.equal(x.isnan(), second.tensors[name].isnan())
+            assert torch.equal(first.clean()[name], second.clean()[name])
+            assert x.stride() == second.tensors[name].stride()
