@@ -1,4 +1,4 @@
-.PHONY: install format lint types test test-fast fuzz memory long-context wheel ci
+.PHONY: install format lint types test test-fast test-oldest fuzz memory long-context wheel ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -20,6 +20,12 @@ test:
 
 test-fast:
 	pytest -n 2 -m 'not slow' --fuzz-seeds 60
+
+test-oldest:  ## the same tests on the oldest torch that we support, whose own warnings are none of ours
+	python -m venv .venv-oldest
+	.venv-oldest/bin/pip install torch==2.6.0
+	.venv-oldest/bin/pip install '.[dev]'
+	.venv-oldest/bin/pytest -n 2 -W ignore::UserWarning -p no:cacheprovider
 
 fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 	pytest -n 2 -q tests/contract/test_fuzz.py --fuzz-seeds $(or $(SEEDS),2000) --fuzz-from $(or $(FROM),0)

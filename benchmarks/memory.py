@@ -79,6 +79,7 @@ def plot(rows: list[dict], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xticks(ticks := SWEEP["tiled"], [f"{n // 1024}K" for n in ticks])
     axes.set_xlim(right=SWEEP["tiled"][-1] * 1.6)
+    axes.set_ylim(top=2.5 * max(row["added_mb"] for row in rows))
     axes.set_xlabel("tokens")
     axes.set_ylabel("memory added by loss and gradients (MB)")
     axes.set_title("attention_kl, one head of 64, float32, causal, CPU", fontsize=10)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -13,6 +14,8 @@ WORKERS = Path(__file__).parent / "workers"
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", ["dtensor", "fsdp"])
 def test_two_ranks_equal_one(worker: str) -> None:
+    if worker == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("FSDP2 of this torch does not run on CPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
         [*command, str(WORKERS / f"{worker}.py")],

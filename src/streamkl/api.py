@@ -6,7 +6,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from streamkl import ops, reference, validation
+from streamkl import loss as compose
+from streamkl import reference, validation
 
 Backend = Literal["auto", "reference", "tiled"]
 
@@ -110,7 +111,9 @@ def attention_kl(
             cu_seqlens_k=cu_seqlens_k, teacher_scale=teacher_scale, student_scale=student_scale,
             student_activation=student_activation, row_weight=row_weight, divergence=divergence, reduction=reduction,
         )  # fmt: skip
-    loss = ops.attention_kl(arguments, teacher_scale, student_scale, student_activation, divergence, reduction, backend)
+    loss = compose.attention_kl(
+        arguments, teacher_scale, student_scale, student_activation, divergence, reduction, backend
+    )
     return loss.squeeze(0) if arguments.keys.packed and reduction == "none" else loss
 
 
@@ -160,5 +163,5 @@ def attention_lse(
         return reference.attention_lse(
             q, k, scale=scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
         )
-    lse = ops.attention_lse(arguments, scale, backend)
+    lse = compose.attention_lse(arguments, scale, backend)
     return lse.squeeze(0) if arguments.keys.packed else lse

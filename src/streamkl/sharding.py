@@ -1,6 +1,6 @@
 """DTensor sharding rules: the operators run on shards of the batch and of the heads without communication.
 
-Loaded when a DTensor first turns up (``ops._load_sharding_rules``), because importing DTensor costs most of a second.
+Loaded when a DTensor first turns up (``loss._load_sharding_rules``), because importing DTensor costs most of a second.
 """
 
 from __future__ import annotations

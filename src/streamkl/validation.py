@@ -205,7 +205,7 @@ def _may_read(tensor: Tensor) -> bool:
 def _autocast(x: Tensor) -> Tensor:
     """Casts as autocast casts the inputs of ``scaled_dot_product_attention``: float64 stays."""
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device))
     return x
 

@@ -2,11 +2,12 @@
 
 import sys
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
-from streamkl import engines
+from streamkl import api, engines, validation
 
 CPU = torch.device("cpu")
 
@@ -31,3 +32,8 @@ def test_a_named_engine_never_falls_back(refusing: None) -> None:
     assert engines.choose("tiled", CPU).reason == "named by the caller"
     with pytest.raises(RuntimeError, match="backend='refusing' cannot run on cpu: refusing: no compiler for cpu"):
         engines.choose("refusing", CPU)
+
+
+def test_backends_are_named_alike_everywhere() -> None:
+    names = ("auto", "reference", *engines.PREFERENCE)
+    assert names == validation.BACKENDS == get_args(api.Backend)

@@ -1,0 +1,125 @@
+"""How a loss is composed of the operators: which side is which, which way through them, weights and reduction.
+
+What is computed here is on row vectors alone, in plain PyTorch, so that autograd, ``torch.compile`` and DTensor see it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamkl import validation
+from streamkl.ops import Options
+from streamkl.problem import compute_dtype
+
+
+def attention_kl(
+    arguments: validation.KLArguments,
+    teacher_scale: float | None,
+    student_scale: float | None,
+    student_activation: str | None,
+    divergence: str,
+    reduction: str,
+    backend: str,
+) -> Tensor:
+    """The loss of ``api.attention_kl``; row losses come back ``[B, R, Nq]``."""
+    _load_sharding_rules()
+    keys, lse = arguments.keys, arguments.teacher_lse
+    relu = student_activation == "relu"
+    numbers = (keys.left, keys.right, arguments.deterministic, backend)
+    if divergence == "forward":
+        a_q, a_k, b_q, b_k = arguments.teacher_q, arguments.teacher_k, arguments.student_q, arguments.student_k
+        options = Options(teacher_scale, student_scale, False, relu, *numbers)
+    else:
+        a_q, a_k, b_q, b_k = arguments.student_q, arguments.student_k, arguments.teacher_q, arguments.teacher_k
+        options = Options(student_scale, teacher_scale, relu, False, *numbers)
+        lse = None  # that of side b, which is computed anyway
+    tensors = (a_q, a_k, b_q, b_k, keys.cu_seqlens_q, keys.cu_seqlens_k)
+    dtype = compute_dtype(a_q.dtype, b_q.dtype)
+    row_weight = arguments.row_weight
+    if row_weight is not None:
+        row_weight = torch.ops.streamkl.checked_weight(row_weight, dtype)
+
+    mixture = a_q.shape[1] != b_q.shape[1]
+    want_a = torch.is_grad_enabled() and (a_q.requires_grad or a_k.requires_grad)
+    want_b = torch.is_grad_enabled() and (b_q.requires_grad or b_k.requires_grad)
+    if want_b and not want_a and reduction != "none" and (mixture or lse is not None):
+        # The weight of every row is known before the sweep: loss and gradients come out of it together.
+        m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
+        m_b, ln_l_b = _normalisers("b", tensors, options, dtype)
+        weight = _counted(m_b, row_weight)
+        if reduction == "mean":
+            weight = weight / _nonzero(weight.sum())
+        return torch.ops.streamkl.train(*tensors, m_a, ln_l_a, m_b, ln_l_b, weight, *options)[0]
+    if mixture:
+        m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
+        kl, m_b, _ = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, *options)
+    else:
+        kl, _, _, m_b, _ = torch.ops.streamkl.paired_rows(*tensors, *options)
+    weight = _counted(m_b.detach(), row_weight)
+    rows = torch.where(weight != 0, weight * kl, 0.0)
+    if reduction == "none":
+        return rows
+    return rows.sum() if reduction == "sum" else rows.sum() / _nonzero(weight.sum())
+
+
+def attention_lse(arguments: validation.LSEArguments, scale: float | None, backend: str) -> Tensor:
+    """The log-sum-exp of each row's logits, ``[B, H, Nq]``."""
+    _load_sharding_rules()
+    q, k, keys = arguments.q, arguments.k, arguments.keys
+    m, ln_l = torch.ops.streamkl.logsumexp(
+        q, k, keys.cu_seqlens_q, keys.cu_seqlens_k, scale, False, keys.left, keys.right,
+        compute_dtype(q.dtype), backend,
+    )  # fmt: skip
+    return m + ln_l
+
+
+def _load_sharding_rules() -> None:
+    """Registers the DTensor rules once there can be a DTensor: importing it costs most of a second."""
+    if "torch.distributed.tensor" in sys.modules:
+        from streamkl import sharding
+
+        sharding.register()
+
+
+_load_sharding_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile runs it, untraced
+
+
+def _normalisers(side: str, tensors: tuple[Any, ...], options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of a side by a sweep over it."""
+    a_q, a_k, b_q, b_k, cu_seqlens_q, cu_seqlens_k = tensors
+    if side == "a":
+        q, k, scale, relu = a_q, a_k, options.a_scale, options.a_relu
+    else:
+        q, k, scale, relu = b_q, b_k, options.b_scale, options.b_relu
+    return torch.ops.streamkl.logsumexp(
+        q.detach(), k.detach(), cu_seqlens_q, cu_seqlens_k, scale, relu, options.left, options.right, dtype,
+        options.backend,
+    )  # fmt: skip
+
+
+def _teacher_normalisers(
+    lse: Tensor | None, tensors: tuple[Any, ...], options: Options, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of side ``a``, by a sweep or from the caller's log-sum-exp.
+
+    A float64 log-sum-exp beside float32 inputs keeps in ``ln l`` what ``m`` has no digits for.
+    """
+    if lse is None:
+        return _normalisers("a", tensors, options, dtype)
+    m = lse.detach().to(dtype)
+    rest = (lse.detach() - m).to(dtype)
+    return m, torch.where(rest.isfinite(), rest, 0.0)
+
+
+def _counted(m: Tensor, row_weight: Tensor | None) -> Tensor:
+    """The weight of each row, 0 where it sees no key (and so has a maximum of ``-inf``)."""
+    counted = m != -torch.inf
+    return counted.to(m.dtype) if row_weight is None else torch.where(counted, row_weight, 0.0)
+
+
+def _nonzero(total: Tensor) -> Tensor:
+    return torch.where(total == 0, 1.0, total)
