@@ -45,14 +45,15 @@ def op_arguments() -> dict[str, tuple]:
         lse = (None, False, 5, 0, torch.float32, "tiled")
         norm_a = torch.ops.streamkl.logsumexp(a_q.detach(), a_k.detach(), *cu, *lse)
         norm_b = torch.ops.streamkl.logsumexp(b_q.detach(), b_k.detach(), *cu, 0.5, True, *lse[2:])
-        kl, *norm = (x.detach() for x in torch.ops.streamkl.paired_rows(*heads, *options))
+        _, mean, *norm = (x.detach() for x in torch.ops.streamkl.paired_rows(*heads, *options))
         arguments |= {
             f"logsumexp-{kind}": (a_q.detach(), a_k.detach(), *cu, *lse),
             f"paired_rows-{kind}": (*heads, *options),
             f"mixture_rows-{kind}": (*groups, *norm_a, *options),
             f"train-{kind}": (*groups, *norm_a, *norm_b, torch.rand(1, 2, 9), *options),
             f"rows_backward-{kind}": (
-                torch.rand(1, 4, 9), kl, *norm, *(x if x is None else x.detach() for x in heads), *options, True, False,
+                torch.rand(1, 4, 9), mean, *norm, *(x if x is None else x.detach() for x in heads), *options,
+                True, False,
             ),
         }  # fmt: skip
     arguments["checked_weight-"] = (torch.rand(1, 9)[:, None].expand(1, 2, 9), torch.float64)

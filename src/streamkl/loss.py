@@ -58,7 +58,7 @@ def attention_kl(
         m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
         kl, m_b, _ = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, *options)
     else:
-        kl, _, _, m_b, _ = torch.ops.streamkl.paired_rows(*tensors, *options)
+        kl, _, _, _, m_b, _ = torch.ops.streamkl.paired_rows(*tensors, *options)
     weight = _counted(m_b.detach(), row_weight)
     rows = torch.where(weight != 0, weight * kl, 0.0)
     if reduction == "none":

@@ -28,9 +28,9 @@ SCHEMAS = {
     "logsumexp": "(Tensor q, Tensor k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float? scale, bool relu, "
     "SymInt? left, SymInt? right, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
     "checked_weight": "(Tensor row_weight, ScalarType dtype) -> Tensor",
-    "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, {_NORM})",
+    "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, Tensor mean, {_NORM})",
     "mixture_rows": f"({_TENSORS}, Tensor m_a, Tensor ln_l_a, {_OPTIONS}) -> (Tensor kl, Tensor m_b, Tensor ln_l_b)",
-    "rows_backward": f"(Tensor row_grad, Tensor kl, {_NORM}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
+    "rows_backward": f"(Tensor row_grad, Tensor? mean, {_NORM}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
     "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k)",
     "train": f"({_TENSORS}, {_NORM}, Tensor weight, {_OPTIONS}) -> (Tensor loss, Tensor d_b_q, Tensor d_b_k)",
     "scale_gradient": "(Tensor gradient, Tensor upstream, ScalarType dtype) -> Tensor",
@@ -119,8 +119,8 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 @_body("paired_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(args[:6], Options(*args[6:]))
-    kl, norm = engine.paired_rows(problem, inputs)
-    return kl, *norm
+    kl, mean, norm = engine.paired_rows(problem, inputs)
+    return kl, mean, *norm
 
 
 @_body("mixture_rows")
@@ -131,10 +131,10 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 @_body("rows_backward")
-def _(row_grad: Tensor, kl: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(args[4:10], Options(*args[10:18]))
     want_a, want_b = args[18:]
-    gradients = engine.backward(problem, inputs, Normalisers(*args[:4]), kl, row_grad, want_a, want_b)
+    gradients = engine.backward(problem, inputs, Normalisers(*args[:4]), mean, row_grad, want_a, want_b)
     return tuple(x.new_empty(0) if grad is None else grad for grad, x in zip(gradients, inputs, strict=True))
 
 
@@ -169,7 +169,7 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.register_fake("streamkl::paired_rows")
 def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...]:
-    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype)) for _ in range(5))
+    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype)) for _ in range(6))
 
 
 @torch.library.register_fake("streamkl::mixture_rows")
@@ -178,7 +178,7 @@ def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...
 
 
 @torch.library.register_fake("streamkl::rows_backward")
-def _(row_grad: Tensor, kl: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     tensors, (want_a, want_b) = args[4:8], args[-2:]
     wanted = (want_a, want_a, want_b, want_b)
     return tuple(x.new_empty(x.shape if want else 0) for x, want in zip(tensors, wanted, strict=True))
@@ -195,26 +195,33 @@ def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.new_empty(gradient.shape, dtype=dtype)
 
 
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, given, ctx.options = inputs[:6], inputs[6:-8], inputs[-8:]  # given: m_a, ln_l_a where the caller has them
-    ctx.arguments = len(inputs)
+def _save_paired(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save_rows(ctx, inputs, *output[1:])
+
+
+def _save_mixture(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save_rows(ctx, inputs, None, *inputs[6:8], *output[1:])
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], mean: Tensor | None, *norm: Tensor) -> None:
+    ctx.arguments, ctx.options = len(inputs), inputs[-8:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[0], *given, *output[1:])
+    ctx.save_for_backward(*inputs[:6], mean, *norm)
 
 
 def _rows_backward(ctx: Any, row_grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if row_grad is None:
         return (None,) * ctx.arguments
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-    tensors, kl, norm = saved[:6], saved[6], saved[7:]
+    tensors, mean, norm = saved[:6], saved[6], saved[7:]
     want_a, want_b = needs[0] or needs[1], needs[2] or needs[3]
-    gradients = torch.ops.streamkl.rows_backward(row_grad, kl, *norm, *tensors, *ctx.options, want_a, want_b)
+    gradients = torch.ops.streamkl.rows_backward(row_grad, mean, *norm, *tensors, *ctx.options, want_a, want_b)
     wanted = (grad if need else None for grad, need in zip(gradients, needs[:4], strict=True))
     return (*wanted, *(None,) * (ctx.arguments - 4))
 
 
-for _name in ("paired_rows", "mixture_rows"):
-    torch.library.register_autograd(f"streamkl::{_name}", _rows_backward, setup_context=_save_rows)
+for _name, _save in (("paired_rows", _save_paired), ("mixture_rows", _save_mixture)):
+    torch.library.register_autograd(f"streamkl::{_name}", _rows_backward, setup_context=_save)
 
 
 def _save_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

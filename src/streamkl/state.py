@@ -94,10 +94,13 @@ class PairedState(NamedTuple):
             l_b = l_b + beta * part.l_b
         return PairedState(m_a, l_a, m_b, l_b, acc)
 
+    def mean(self) -> Tensor:
+        """The mean under ``P`` of ``(a - m_a) - (b - m_b)``: the divergence without its logarithms."""
+        return torch.where(self.l_a != 0, self.acc / self.l_a, 0.0)
+
     def kl(self) -> Tensor:
         """The divergence of each row; exactly 0 for a row that has seen no key."""
-        kl = self.acc / self.l_a + torch.log(self.l_b / self.l_a)
-        return torch.where(self.l_a != 0, kl, 0.0)
+        return torch.where(self.l_a != 0, self.mean() + torch.log(self.l_b / self.l_a), 0.0)
 
 
 class MixtureState(NamedTuple):

@@ -38,8 +38,8 @@ class Engine(Protocol):
         """``(m, ln l)`` of one side's logits, computed in ``dtype``; ``(-inf, 0)`` for a row that sees no key."""
         ...
 
-    def paired_rows(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Normalisers]:
-        """The divergence of each row where both sides have the same number of heads, and its normalisers."""
+    def paired_rows(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
+        """The divergence of each row where both sides have as many heads, its mean (`PairedState`) and normalisers."""
         ...
 
     def mixture_rows(
@@ -53,12 +53,15 @@ class Engine(Protocol):
         problem: Problem,
         inputs: Inputs,
         norm: Normalisers,
-        kl: Tensor,
+        mean: Tensor | None,
         row_grad: Tensor,
         want_a: bool,
         want_b: bool,
     ) -> Gradients:
-        """Gradients of ``sum(row_grad * kl)``, in the inputs' dtypes; rows of ``row_grad = 0`` contribute exactly 0."""
+        """Gradients of ``sum(row_grad * kl)``, in the inputs' dtypes; rows of ``row_grad = 0`` contribute exactly 0.
+
+        Where side ``a`` wants gradients, ``mean`` is that of `paired_rows`.
+        """
         ...
 
     def train(

@@ -43,11 +43,11 @@ def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, dtype: torch.d
     return m, ln_l
 
 
-def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Normalisers]:
-    """The divergence of each row, ``[B, R, Nq]``, head by head (``group == 1``), and its normalisers."""
+def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
+    """The divergence of each row, ``[B, R, Nq]``, head by head (``group == 1``), its mean and its normalisers."""
     a_q, a_k, b_q, b_k = inputs
     dtype, heads = problem.dtype, problem.distributions
-    kl = _rows(b_q, heads, dtype)
+    kl, mean = _rows(b_q, heads, dtype), _rows(b_q, heads, dtype)
     norm = Normalisers(*(_rows(b_q, heads, dtype, start) for start in (-torch.inf, 0.0, -torch.inf, 0.0)))
     for r, tiles in _walk(problem.support, heads, b_q.device):
         at = _row_index(r, tiles)
@@ -60,7 +60,8 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Normalisers]:
         norm.m_a[at], norm.ln_l_a[at] = _finished(LogSumExp(state.m_a, state.l_a))
         norm.m_b[at], norm.ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b))
         kl[at] = _or_nan(state.kl(), norm.m_a[at] + norm.m_b[at])
-    return kl, norm
+        mean[at] = state.mean()
+    return kl, mean, norm
 
 
 def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,11 +86,17 @@ def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) 
 
 
 def backward(
-    problem: Problem, inputs: Inputs, norm: Normalisers, kl: Tensor, row_grad: Tensor, want_a: bool, want_b: bool
+    problem: Problem,
+    inputs: Inputs,
+    norm: Normalisers,
+    mean: Tensor | None,
+    row_grad: Tensor,
+    want_a: bool,
+    want_b: bool,
 ) -> Gradients:
     """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one sweep for dQ and dK.
 
-    Side ``a`` can want gradients where ``group == 1``; only then is ``kl`` read.
+    Side ``a`` can want gradients where ``group == 1``; only then is ``mean`` read.
     """
     a_q, a_k, b_q, b_k = inputs
     dtype = problem.dtype
@@ -101,17 +108,19 @@ def backward(
         for tile in tiles:
             disallowed = _disallowed(problem.support, tile, b_q.device)
             b = _masked(_logits(problem.b, b_q, b_k, r, tile, dtype), disallowed)
-            log_q = (b - norm.m_b[at][:, None]).sub_(norm.ln_l_b[at][:, None])
+            shifted_b = b - norm.m_b[at][:, None]
             if grad_a is None:
                 p = _target(problem, inputs, norm.m_a, norm.ln_l_a, r, tile, disallowed, dtype)
             else:
+                assert mean is not None, "side a wants gradients where its rows were paired"
                 a = _masked(_logits(problem.a, a_q, a_k, r, tile, dtype), disallowed)
-                log_p = (a - norm.m_a[at][:, None]).sub_(norm.ln_l_a[at][:, None])
-                p = torch.exp(log_p)
-                da = _masked(log_p.sub_(log_q).sub_(kl[at][:, None]), disallowed, 0.0).mul_(p)
+                shifted_a = a - norm.m_a[at][:, None]
+                p = torch.exp(shifted_a - norm.ln_l_a[at][:, None])
+                da = _masked(shifted_a.sub_(shifted_b).sub_(mean[at][:, None]), disallowed, 0.0).mul_(p)
                 grad_a.add(a, da, weight, r, tile)
             if grad_b is not None:
-                grad_b.add(b, _masked(log_q.exp_().sub_(p), disallowed, 0.0), weight, r, tile)
+                db = _masked(shifted_b.sub_(norm.ln_l_b[at][:, None]).exp_().sub_(p), disallowed, 0.0)
+                grad_b.add(b, db, weight, r, tile)
         for grad in filter(None, (grad_a, grad_b)):
             grad.write_rows(at)
     return Gradients(*(grad_a.cast() if grad_a else (None, None)), *(grad_b.cast() if grad_b else (None, None)))
