@@ -11,7 +11,7 @@ from streamkl.engines import tiled
 
 pytest_plugins = ["streamkl.testing.nan_poison"]
 
-ENGINES = ("tiled",)
+ENGINES = ("tiled", "cpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

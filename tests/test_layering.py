@@ -26,6 +26,8 @@ ALLOWED = {
     "reference.py": set(),
     "engines/__init__.py": {"streamkl.problem", "streamkl.state"},
     "engines/tiled.py": {"streamkl.problem", "streamkl.state"},
+    "engines/cpu/__init__.py": {"streamkl.engines.cpu", "streamkl.problem", "streamkl.state"},
+    "engines/cpu/build.py": set(),
 }
 """The modules of the core, and what of the package each may import."""
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "reference", "tiled")
+BACKENDS = ("auto", "reference", "cpu", "tiled")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -18,7 +18,7 @@ def broken_logits(factor: float) -> Callable:
 
 
 def failures(cases: list[Case], output: str) -> int:
-    errors = (check_accuracy(case) for case in cases)
+    errors = (check_accuracy(case, "tiled") for case in cases)
     return sum(e.error[output] > e.bound[output] for e in errors)
 
 
@@ -32,22 +32,23 @@ def test_a_loss_rounded_to_bfloat16_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_logits_off_by_a_ten_thousandth_are_seen_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(0, causal=True)
-    assert check_accuracy(case).worst <= 1
+    assert check_accuracy(case, "tiled").worst <= 1
     monkeypatch.setattr(tiled, "_logits", broken_logits(1.0001))
-    assert check_accuracy(case).worst > 1
+    assert check_accuracy(case, "tiled").worst > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [Heads(4, 2, 4, 2), Heads(4, 2, 1, 1)], ids=["per_head", "head_mean"])
 def test_a_scale_off_by_two_percent_is_seen_in_every_dtype(dtype, heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "_logits", broken_logits(1.02))
-    assert check_accuracy(make_case(0, heads=heads, dtypes=(dtype, dtype), causal=True)).worst > 1
+    case = make_case(0, heads=heads, dtypes=(dtype, dtype), causal=True)
+    assert check_accuracy(case, "tiled").worst > 1
 
 
 def test_a_key_block_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:
     walk = tiled._walk
     monkeypatch.setattr(tiled, "_walk", lambda *args: ((head, tiles[:2]) for head, tiles in walk(*args)))
-    assert check_accuracy(make_case(0, causal=True, tokens=(100, 100))).worst > 1
+    assert check_accuracy(make_case(0, causal=True, tokens=(100, 100)), "tiled").worst > 1
 
 
 def test_gradients_accumulated_in_the_inputs_dtype_are_seen(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:
@@ -63,7 +64,7 @@ def test_gradients_accumulated_in_the_inputs_dtype_are_seen(monkeypatch: pytest.
 
 def test_a_nan_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "_logits", broken_logits(float("nan")))
-    assert check_accuracy(make_case(0)).worst == float("inf")
+    assert check_accuracy(make_case(0), "tiled").worst == float("inf")
 
 
 def test_the_same_seed_gives_the_same_problem() -> None:

@@ -26,6 +26,18 @@ def main(
 
 
 @app.command()
+def build(force: bool = typer.Option(False, help="Build it again even if the cache has it.")) -> None:
+    """Builds the CPU engine now instead of on first use, and says where it is kept."""
+    from streamkl.engines.cpu.build import BuildError
+    from streamkl.engines.cpu.build import build as build_engine
+
+    try:
+        typer.echo(str(build_engine(force)))
+    except BuildError as error:
+        sys.exit(str(error))
+
+
+@app.command()
 def doctor() -> None:
     """Says which engine each device gets and why, checks it, and says what is missing and how to get it.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
 
-PREFERENCE = ("tiled",)
+PREFERENCE = ("cpu", "tiled")
 """Engines by name, the one that ``auto`` tries first in front."""
 
 

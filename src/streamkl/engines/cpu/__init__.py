@@ -1,0 +1,102 @@
+"""The CPU engine: fused C++ over the matrix products of PyTorch itself (oneDNN's brgemm).
+
+``tile.h`` has a tile's products and packing, ``kernels.cpp`` the sweeps with the names of ``tiled.py``, ``build.py``
+compiles and caches them. Products are bfloat16, float16 or float32 as the inputs are, where the CPU has them, and
+float32 elsewhere; everything after them is float32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from streamkl.engines.cpu import build
+from streamkl.problem import Gradients, Inputs, Problem, Side, Support
+from streamkl.state import Normalisers
+
+name = "cpu"
+summary = "fused C++ on PyTorch's own matrix products"
+
+
+def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
+    """Why this engine cannot run the problem there: another device, float64, or no way to build it."""
+    if device.type != "cpu":
+        return f"runs on CPUs, not on {device.type}"
+    if problem is not None and problem.dtype == torch.float64:
+        return "computes in float32, and float64 was given"
+    return _unavailable()
+
+
+@functools.cache
+def _unavailable() -> str | None:
+    try:
+        build.load()
+    except (build.BuildError, OSError) as error:
+        return str(error)
+    return None
+
+
+def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]``; ``(-inf, 0)`` where a row sees no key."""
+    return torch.ops.streamkl_cpu.logsumexp(q, k, _table(support), side.scale, side.relu, *_window(support))
+
+
+def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
+    """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its normalisers."""
+    kl, mean, *norm = torch.ops.streamkl_cpu.paired_rows(*inputs, _table(problem.support), *_numbers(problem))
+    return kl, mean, Normalisers(*norm)
+
+
+def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
+    # Only ratios of p matter. Normalised by the first head's l, s is of the size of l_b and cancels no digits with it.
+    groups = ln_l_a.unflatten(1, (problem.distributions, problem.group))
+    ln_l_a = (groups - groups[:, :, :1]).flatten(1, 2)
+    rows = (m_a.contiguous(), ln_l_a.contiguous())
+    return torch.ops.streamkl_cpu.mixture_rows(*inputs, _table(problem.support), *rows, *_numbers(problem))
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    norm: Normalisers,
+    mean: Tensor | None,
+    row_grad: Tensor,
+    want_a: bool,
+    want_b: bool,
+) -> Gradients:
+    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one sweep for dQ and dK."""
+    unread = norm.m_b if mean is None else mean
+    rows = (x.contiguous() for x in (*norm, unread, row_grad.float()))
+    gradients = torch.ops.streamkl_cpu.backward(
+        *inputs, _table(problem.support), *rows, *_numbers(problem), want_a, want_b
+    )
+    wanted = (want_a, want_a, want_b, want_b)
+    return Gradients(
+        *(
+            gradient.to(x.dtype).contiguous() if want else None
+            for gradient, x, want in zip(gradients, inputs, wanted, strict=True)
+        )
+    )
+
+
+def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
+    rows = (x.contiguous() for x in (*norm, weight))
+    loss, dq, dk, mass = torch.ops.streamkl_cpu.train(*inputs, _table(problem.support), *rows, *_numbers(problem))
+    return loss, dq, dk.contiguous(), mass
+
+
+def _table(support: Support) -> Tensor:
+    """The sequences as ``[sequences, 6]``, in the order of their fields."""
+    return torch.tensor(list(support.sequences()), dtype=torch.int64).reshape(-1, 6)
+
+
+def _window(support: Support) -> tuple[int, int]:
+    return -1 if support.left is None else support.left, -1 if support.right is None else support.right
+
+
+def _numbers(problem: Problem) -> tuple[float, float, bool, bool, int, int]:
+    return (problem.a.scale, problem.b.scale, problem.a.relu, problem.b.relu, *_window(problem.support))

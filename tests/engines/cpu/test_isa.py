@@ -1,0 +1,32 @@
+"""The same results whatever the CPU offers: products in the inputs' dtype where it has them, in float32 elsewhere."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FUZZ = """
+import torch
+from streamkl.testing import check_accuracy, random_case
+for seed in range(40):
+    case = random_case(seed, dtypes=(torch.float32, torch.bfloat16, torch.float16))
+    errors = check_accuracy(case, "cpu")
+    assert errors.worst <= 1, f"{errors}; {case}"
+print("accurate")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("isa", "capability"),
+    [("AVX512_CORE_AMX", ""), ("AVX512_CORE_BF16", ""), ("AVX512_CORE", ""), ("AVX2", "avx2")],
+)
+def test_fuzz_with_fewer_instructions(isa: str, capability: str) -> None:
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
+    if capability:
+        environment["ATEN_CPU_CAPABILITY"] = capability
+    result = subprocess.run(
+        [sys.executable, "-c", FUZZ], env=environment, capture_output=True, text=True, timeout=300
+    )  # fmt: skip
+    assert result.stdout.strip() == "accurate", result.stderr[-3000:]
