@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamkl import engines, validation
 from streamkl.problem import Inputs, Problem, Side, Support, compute_dtype
-from streamkl.state import Normalisers
+from streamkl.state import Normalisers, relative_to_first_head
 
 _TENSORS = "Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _NORM = "Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b"
@@ -127,7 +127,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 def _(*args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(args[:6], Options(*args[8:]))
     m_a, ln_l_a = args[6:8]
-    return engine.mixture_rows(problem, inputs, m_a, ln_l_a)
+    return engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.group))
 
 
 @_body("rows_backward")

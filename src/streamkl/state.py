@@ -155,6 +155,16 @@ class Normalisers(NamedTuple):
     ln_l_b: Tensor
 
 
+def relative_to_first_head(ln_l: Tensor, group: int) -> Tensor:
+    """``ln l [B, H, Nq]`` less that of the first head of each group.
+
+    The divergence from a mixture depends on ratios of ``p`` alone. Normalised so, ``s`` is of the size of ``l_b``, and
+    the logarithm of their ratio cancels no digits.
+    """
+    groups = ln_l.unflatten(1, (-1, group))
+    return (groups - groups[:, :, :1]).flatten(1, 2)
+
+
 def mixture_sums(p: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """``(sum p, sum p [ln p - b])`` of a tile, where ``p = 0`` contributes 0."""
     return p.sum(-1), torch.where(p != 0, torch.log(p).sub_(b).mul_(p), 0.0).sum(-1)

@@ -108,6 +108,11 @@ def _examine_device(device: str, report: Report) -> tuple[str, str, str, str]:
         from streamkl.testing import check_accuracy, make_case
 
         choice = choose("auto", torch.device(device))
+        reason = choice.reason
+        if choice.engine.name == "cpu":
+            from streamkl.engines.cpu import products
+
+            reason = f"{reason}; {products()}"
         errors = check_accuracy(make_case(device=device, causal=True, guard=False))
     except Exception as error:
         report.errors.append(
@@ -116,8 +121,8 @@ def _examine_device(device: str, report: Report) -> tuple[str, str, str, str]:
         return device, "none", "", f"[red]{type(error).__name__}[/]"
     if errors.worst > 1:
         report.errors.append((f"wrong results on {device}: {errors}", "report it with the output of `streamkl doctor`"))
-        return device, choice.engine.name, choice.reason, "[red]wrong[/]"
-    return device, choice.engine.name, choice.reason, "[green]exact to rounding[/]"
+        return device, choice.engine.name, reason, "[red]wrong[/]"
+    return device, choice.engine.name, reason, "[green]exact to rounding[/]"
 
 
 def _devices(torch: Any) -> list[str]:

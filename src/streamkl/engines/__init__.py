@@ -45,7 +45,7 @@ class Engine(Protocol):
     def mixture_rows(
         self, problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(kl, m_b, ln l_b)`` where side ``a`` has more heads and known normalisers."""
+        """``(kl, m_b, ln l_b)`` where side ``a`` has more heads and normalisers known up to a factor a group."""
         ...
 
     def backward(

@@ -69,9 +69,6 @@ def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) 
     b_q, b_k = inputs.b_q, inputs.b_k
     dtype, heads = problem.dtype, problem.distributions
     kl, m_b, ln_l_b = _rows(b_q, heads, dtype), _rows(b_q, heads, dtype, -torch.inf), _rows(b_q, heads, dtype)
-    # Only ratios of p matter. Normalised by the first head's l, s is of the size of l_b and cancels no digits with it.
-    groups = ln_l_a.unflatten(1, (heads, problem.group))
-    ln_l_a = (groups - groups[:, :, :1]).flatten(1, 2)
     for r, tiles in _walk(problem.support, heads, b_q.device):
         at = _row_index(r, tiles)
         state = MixtureState.identity(kl[at])

@@ -29,6 +29,16 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
     return _unavailable()
 
 
+def products() -> str:
+    """How this CPU multiplies each dtype, for people to read."""
+    build.load()
+    ways = (
+        f"{str(dtype)[6:]} {'as it is' if torch.ops.streamkl_cpu.native(dtype) else 'in float32'}"
+        for dtype in (torch.bfloat16, torch.float16)
+    )
+    return f"{build.capability()}, products of {', of '.join(ways)}"
+
+
 @functools.cache
 def _unavailable() -> str | None:
     try:
@@ -51,9 +61,6 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Norma
 
 def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
-    # Only ratios of p matter. Normalised by the first head's l, s is of the size of l_b and cancels no digits with it.
-    groups = ln_l_a.unflatten(1, (problem.distributions, problem.group))
-    ln_l_a = (groups - groups[:, :, :1]).flatten(1, 2)
     rows = (m_a.contiguous(), ln_l_a.contiguous())
     return torch.ops.streamkl_cpu.mixture_rows(*inputs, _table(problem.support), *rows, *_numbers(problem))
 

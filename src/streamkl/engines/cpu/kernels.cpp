@@ -52,15 +52,18 @@ std::vector<Block> all_blocks(const Tensor& table, const Window& window) {
   return blocks;
 }
 
+// Whether this CPU multiplies a dtype as it is; elsewhere it is multiplied in float32.
+bool native(at::ScalarType dtype) { return dtype == at::kFloat || at::native::cpublas::could_pack(dtype); }
+
 std::unique_ptr<Side> side_of(const Tensor& q, const Tensor& k, double scale, bool relu) {
   const auto s = static_cast<float>(scale);
-  const bool native = at::native::cpublas::could_pack(q.scalar_type());
+  const bool as_is = native(q.scalar_type());
   switch (q.scalar_type()) {
     case at::kBFloat16:
-      if (native) return std::make_unique<TypedSide<at::BFloat16, at::BFloat16>>(q, k, s, relu);
+      if (as_is) return std::make_unique<TypedSide<at::BFloat16, at::BFloat16>>(q, k, s, relu);
       return std::make_unique<TypedSide<at::BFloat16, float>>(q, k, s, relu);
     case at::kHalf:
-      if (native) return std::make_unique<TypedSide<at::Half, at::Half>>(q, k, s, relu);
+      if (as_is) return std::make_unique<TypedSide<at::Half, at::Half>>(q, k, s, relu);
       return std::make_unique<TypedSide<at::Half, float>>(q, k, s, relu);
     case at::kFloat:
       return std::make_unique<TypedSide<float, float>>(q, k, s, relu);
@@ -540,6 +543,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> train(
 }  // namespace
 
 TORCH_LIBRARY(streamkl_cpu, library) {
+  library.def("native(ScalarType dtype) -> bool", &native);
   library.def("logsumexp(Tensor q, Tensor k, Tensor table, float scale, bool relu, int left, int right) -> (Tensor, Tensor)");
   library.def("paired_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor table, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor table, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor)");
