@@ -383,6 +383,18 @@ std::vector<Unit> units_of(const Tensor& table, const Window& window, int64_t he
   return units;
 }
 
+// Into how many shares each unit's rows are dealt, so that no thread is without work.
+int64_t shares_of(const std::vector<Unit>& units) {
+  return units.empty() ? 1 : std::max<int64_t>(1, at::get_num_threads() / static_cast<int64_t>(units.size()));
+}
+
+// Visits the blocks of rows of one share of a unit, head by head: visit(block, r).
+template <typename Visit>
+void each_block(const Unit& unit, int64_t share, int64_t shares, const Visit& visit) {
+  for (int64_t r = unit.first; r < unit.last; r++)
+    for (size_t n = share; n < unit.blocks.size(); n += shares) visit(unit.blocks[n], r);
+}
+
 // Multiplies a row of dx by its weight and the scale, and by the relu's derivative; 0 outside of its run.
 inline void weigh(float* dx, const float* x, const Run& run, int64_t padded, float weight, const Side& side) {
   const float factor = weight * side.scale;
@@ -412,7 +424,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   int64_t together = heads / b_k.size(1);
   if (want_a) together = std::lcm(together, heads / a_k.size(1));
   const auto units = units_of(table, window, heads, together);
-  const int64_t shares = units.empty() ? 1 : std::max<int64_t>(1, at::get_num_threads() / (int64_t)units.size());
+  const int64_t shares = shares_of(units);
   const SideGradient grad_a(want_a ? a_q : a_q.slice(0, 0, 0), want_a ? a_k : a_k.slice(0, 0, 0), shares);
   const SideGradient grad_b(want_b ? b_q : b_q.slice(0, 0, 0), want_b ? b_k : b_k.slice(0, 0, 0), shares);
   on_all_threads(units.size() * shares, [&](const auto& next) {
@@ -420,58 +432,54 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     const size_t size = kBlockQ * kBlockK;
     std::vector<float> xa(size), xb(size), p(size), da(want_a ? size : 0), db(size);
     for (int64_t task; (task = next()) >= 0;) {
-      const Unit& unit = units[task / shares];
       const int64_t share = task % shares;
-      for (int64_t r = unit.first; r < unit.last; r++) {
-        for (size_t n = share; n < unit.blocks.size(); n += shares) {
-          const Block& block = unit.blocks[n];
-          const int64_t rows = row_count(block);
-          const float* weight = Rows(row_grad).at(block, r);
-          bool first = true;
-          each_tile(block, [&](const Tile& tile) {
-            const int64_t padded = round_up(tile.keys(), 32);
-            take(*b, block, tile, r, first, want_b);
-            b->product(xb.data());
+      each_block(units[task / shares], share, shares, [&](const Block& block, int64_t r) {
+        const int64_t rows = row_count(block);
+        const float* weight = Rows(row_grad).at(block, r);
+        bool first = true;
+        each_tile(block, [&](const Tile& tile) {
+          const int64_t padded = round_up(tile.keys(), 32);
+          take(*b, block, tile, r, first, want_b);
+          b->product(xb.data());
+          if (want_a) {
+            take(*a, block, tile, r, first, true);
+            a->product(xa.data());
+          } else {
+            target(*a, block, tile, window, r, group, Rows(m_a), Rows(ln_l_a), xa.data(), p.data());
+          }
+          first = false;
+          for (int64_t i = 0; i < rows; i++) {
+            const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
+            const float mb = Rows(m_b).at(block, r)[i], lb = Rows(ln_l_b).at(block, r)[i];
+            float *xbi = xb.data() + i * kBlockK, *dbi = db.data() + i * kBlockK, *pi = p.data() + i * kBlockK;
+            finish_logits(xbi + run.first, run.last - run.first, b->scale, b->relu);
             if (want_a) {
-              take(*a, block, tile, r, first, true);
-              a->product(xa.data());
-            } else {
-              target(*a, block, tile, window, r, group, Rows(m_a), Rows(ln_l_a), xa.data(), p.data());
-            }
-            first = false;
-            for (int64_t i = 0; i < rows; i++) {
-              const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
-              const float mb = Rows(m_b).at(block, r)[i], lb = Rows(ln_l_b).at(block, r)[i];
-              float *xbi = xb.data() + i * kBlockK, *dbi = db.data() + i * kBlockK, *pi = p.data() + i * kBlockK;
-              finish_logits(xbi + run.first, run.last - run.first, b->scale, b->relu);
-              if (want_a) {
-                float *xai = xa.data() + i * kBlockK, *dai = da.data() + i * kBlockK;
-                const float ma = Rows(m_a).at(block, r)[i], la = Rows(ln_l_a).at(block, r)[i];
-                const float mu = Rows(mean).at(block, r)[i];
-                finish_logits(xai + run.first, run.last - run.first, a->scale, a->relu);
-                for (int64_t j = run.first; j < run.last; j++) {
-                  const float shifted_a = xai[j] - ma, shifted_b = xbi[j] - mb;
-                  pi[j] = exp_(shifted_a - la);
-                  dai[j] = pi[j] * (shifted_a - shifted_b - mu);
-                  dbi[j] = exp_(shifted_b - lb) - pi[j];
-                }
-                weigh(dai, xai, run, padded, weight[i], *a);
-              } else {
-                for (int64_t j = run.first; j < run.last; j++) dbi[j] = exp_((xbi[j] - mb) - lb) - pi[j];
+              float *xai = xa.data() + i * kBlockK, *dai = da.data() + i * kBlockK;
+              const float ma = Rows(m_a).at(block, r)[i], la = Rows(ln_l_a).at(block, r)[i];
+              const float mu = Rows(mean).at(block, r)[i];
+              finish_logits(xai + run.first, run.last - run.first, a->scale, a->relu);
+              for (int64_t j = run.first; j < run.last; j++) {
+                const float shifted_a = xai[j] - ma, shifted_b = xbi[j] - mb;
+                pi[j] = exp_(shifted_a - la);
+                dai[j] = pi[j] * (shifted_a - shifted_b - mu);
+                dbi[j] = exp_(shifted_b - lb) - pi[j];
               }
-              weigh(dbi, xbi, run, padded, weight[i], *b);
+              weigh(dai, xai, run, padded, weight[i], *a);
+            } else {
+              for (int64_t j = run.first; j < run.last; j++) dbi[j] = exp_((xbi[j] - mb) - lb) - pi[j];
             }
-            if (want_a) {
-              clear_rows(da.data(), rows);
-              a->add_gradient(da.data(), grad_a.rows(block, r), grad_a.keys(block, tile, a->kv_head(r), share), grad_a.stride());
-            }
-            if (want_b) {
-              clear_rows(db.data(), rows);
-              b->add_gradient(db.data(), grad_b.rows(block, r), grad_b.keys(block, tile, b->kv_head(r), share), grad_b.stride());
-            }
-          });
-        }
-      }
+            weigh(dbi, xbi, run, padded, weight[i], *b);
+          }
+          if (want_a) {
+            clear_rows(da.data(), rows);
+            a->add_gradient(da.data(), grad_a.rows(block, r), grad_a.keys(block, tile, a->kv_head(r), share), grad_a.stride());
+          }
+          if (want_b) {
+            clear_rows(db.data(), rows);
+            b->add_gradient(db.data(), grad_b.rows(block, r), grad_b.keys(block, tile, b->kv_head(r), share), grad_b.stride());
+          }
+        });
+      });
     }
   });
   return {grad_a.q, grad_a.dk(), grad_b.q, grad_b.dk()};
@@ -484,7 +492,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> train(
   const Window window{left, right};
   const int64_t heads = b_q.size(1), group = a_q.size(1) / heads;
   const auto units = units_of(table, window, heads, heads / b_k.size(1));
-  const int64_t shares = units.empty() ? 1 : std::max<int64_t>(1, at::get_num_threads() / (int64_t)units.size());
+  const int64_t shares = shares_of(units);
   const SideGradient grad_b(b_q, b_k, shares);
   auto kl = rows_like(b_q, heads, 0.0f), mass = rows_like(b_q, heads, 1.0f);
   on_all_threads(units.size() * shares, [&](const auto& next) {
@@ -492,48 +500,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> train(
     const size_t size = kBlockQ * kBlockK;
     std::vector<float> xa(size), xb(size), p(size), db(size), s(kBlockQ), acc(kBlockQ);
     for (int64_t task; (task = next()) >= 0;) {
-      const Unit& unit = units[task / shares];
       const int64_t share = task % shares;
-      for (int64_t r = unit.first; r < unit.last; r++) {
-        for (size_t n = share; n < unit.blocks.size(); n += shares) {
-          const Block& block = unit.blocks[n];
-          const int64_t rows = row_count(block);
-          const float* weight = Rows(weights).at(block, r);
-          std::fill(s.begin(), s.end(), 0.0f);
-          std::fill(acc.begin(), acc.end(), 0.0f);
-          bool first = true;
-          each_tile(block, [&](const Tile& tile) {
-            const int64_t padded = round_up(tile.keys(), 32);
-            target(*a, block, tile, window, r, group, Rows(m_a), Rows(ln_l_a), xa.data(), p.data());
-            take(*b, block, tile, r, first, true);
-            first = false;
-            b->product(xb.data());
-            for (int64_t i = 0; i < rows; i++) {
-              const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
-              const float mb = Rows(m_b).at(block, r)[i], lb = Rows(ln_l_b).at(block, r)[i];
-              float *xbi = xb.data() + i * kBlockK, *dbi = db.data() + i * kBlockK, *pi = p.data() + i * kBlockK;
-              finish_logits(xbi + run.first, run.last - run.first, b->scale, b->relu);
-              float sum_p = 0.0f, sum = 0.0f;
-#pragma omp simd reduction(+ : sum_p, sum)
-              for (int64_t j = run.first; j < run.last; j++) {
-                const float log_q = (xbi[j] - mb) - lb;
-                sum_p += pi[j];
-                sum += pi[j] == 0.0f ? 0.0f : pi[j] * (log_(pi[j]) - log_q);
-                dbi[j] = exp_(log_q) - pi[j];
-              }
-              s[i] += sum_p;
-              acc[i] += sum;
-              weigh(dbi, xbi, run, padded, weight[i], *b);
-            }
-            clear_rows(db.data(), rows);
-            b->add_gradient(db.data(), grad_b.rows(block, r), grad_b.keys(block, tile, b->kv_head(r), share), grad_b.stride());
-          });
+      each_block(units[task / shares], share, shares, [&](const Block& block, int64_t r) {
+        const int64_t rows = row_count(block);
+        const float* weight = Rows(weights).at(block, r);
+        std::fill(s.begin(), s.end(), 0.0f);
+        std::fill(acc.begin(), acc.end(), 0.0f);
+        bool first = true;
+        each_tile(block, [&](const Tile& tile) {
+          const int64_t padded = round_up(tile.keys(), 32);
+          target(*a, block, tile, window, r, group, Rows(m_a), Rows(ln_l_a), xa.data(), p.data());
+          take(*b, block, tile, r, first, true);
+          first = false;
+          b->product(xb.data());
           for (int64_t i = 0; i < rows; i++) {
-            Rows(kl).at(block, r)[i] = s[i] == 0.0f ? 0.0f : acc[i] / s[i] - std::log(s[i]);
-            if (weight[i] != 0.0f) Rows(mass).at(block, r)[i] = s[i];
+            const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
+            const float mb = Rows(m_b).at(block, r)[i], lb = Rows(ln_l_b).at(block, r)[i];
+            float *xbi = xb.data() + i * kBlockK, *dbi = db.data() + i * kBlockK, *pi = p.data() + i * kBlockK;
+            finish_logits(xbi + run.first, run.last - run.first, b->scale, b->relu);
+            float sum_p = 0.0f, sum = 0.0f;
+#pragma omp simd reduction(+ : sum_p, sum)
+            for (int64_t j = run.first; j < run.last; j++) {
+              const float log_q = (xbi[j] - mb) - lb;
+              sum_p += pi[j];
+              sum += pi[j] == 0.0f ? 0.0f : pi[j] * (log_(pi[j]) - log_q);
+              dbi[j] = exp_(log_q) - pi[j];
+            }
+            s[i] += sum_p;
+            acc[i] += sum;
+            weigh(dbi, xbi, run, padded, weight[i], *b);
           }
+          clear_rows(db.data(), rows);
+          b->add_gradient(db.data(), grad_b.rows(block, r), grad_b.keys(block, tile, b->kv_head(r), share), grad_b.stride());
+        });
+        for (int64_t i = 0; i < rows; i++) {
+          Rows(kl).at(block, r)[i] = s[i] == 0.0f ? 0.0f : acc[i] / s[i] - std::log(s[i]);
+          if (weight[i] != 0.0f) Rows(mass).at(block, r)[i] = s[i];
         }
-      }
+      });
     }
   });
   auto loss = at::where(weights.ne(0), weights * kl, at::zeros({}, kl.options())).sum();
