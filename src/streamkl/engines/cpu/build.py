@@ -24,6 +24,7 @@ import torch
 SOURCES = Path(__file__).parent
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
+    "-ffp-contract=off",
 )  # fmt: skip
 CAPABILITY_FLAGS = {
     "AVX512": (
