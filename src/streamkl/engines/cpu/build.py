@@ -107,7 +107,15 @@ def build(force: bool = False) -> Path:
 
 def _flags() -> tuple[str, ...]:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    return (*FLAGS, *CAPABILITY_FLAGS.get(capability(), ()), abi)
+    rounding = ("-mavx512bf16",) if capability() == "AVX512" and _has("avx512_bf16") else ()
+    return (*FLAGS, *CAPABILITY_FLAGS.get(capability(), ()), *rounding, abi)
+
+
+@functools.cache
+def _has(feature: str) -> bool:
+    """Whether the CPU has a feature, by the name that Linux gives it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return any(feature in line.split() for line in lines if line.startswith("flags"))
 
 
 def _compile(target: Path) -> None:

@@ -14,8 +14,9 @@
 namespace streamkl::cpu {
 
 constexpr int64_t kBlockQ = 256;  // rows that are packed together, at most
-constexpr int64_t kStrip = 64;    // rows of a tile
+constexpr int64_t kStrip = 128;    // rows of a tile
 constexpr int64_t kBlockK = 256;  // keys of a tile
+constexpr int64_t kStride = kBlockQ + kLanes;  // of right operands: powers of two would share too few cache sets
 constexpr int64_t kPiece = 128;   // how much of the width float products add up at once
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -104,16 +105,16 @@ class TypedSide final : public Side {
     const int64_t padded = round_up(rows, kLanes);
     P* staged = staged_.reserve(padded * width_);
     copy(q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token, q_strides_, rows, padded, staged);
-    // Words of the width in columns: [width words, kBlockQ].
-    P* columns = slots_[slot].reserve(width_ * kBlockQ);
-    transpose(staged, width_, padded, columns, kBlockQ);
+    // Words of the width in columns: [width words, kStride].
+    P* columns = slots_[slot].reserve(width_ * kStride);
+    transpose(staged, width_, padded, columns, kStride);
     if (!for_gradient) return;
-    Bits* pairs = reinterpret_cast<Bits*>(q_pairs_.reserve(kBlockQ * padded_dim));
+    Bits* pairs = reinterpret_cast<Bits*>(q_pairs_.reserve(kBlockQ * pairs_stride()));
     const Bits* from = reinterpret_cast<const Bits*>(staged);
     for (int64_t i = 0; i < padded; i += kPair)
       for (int64_t c = 0; c < padded_dim; c++)
         for (int64_t n = 0; n < kPair; n++)
-          pairs[i * padded_dim + c * kPair + n] = c < dim ? finite(from[(i + n) * width_ + c]) : Bits(0);
+          pairs[i * pairs_stride() + c * kPair + n] = c < dim ? finite(from[(i + n) * width_ + c]) : Bits(0);
   }
 
   void take_keys(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, bool for_gradient) override {
@@ -173,8 +174,8 @@ class TypedSide final : public Side {
 
   void begin_gradient() override {
     std::fill_n(dq_.reserve(padded_dim * kBlockQ), padded_dim * kBlockQ, 0.0f);
-    dx_rows_.reserve(kBlockK * kBlockQ);
-    if constexpr (kVnni) dx_pairs_.reserve(kBlockK * kBlockQ);
+    dx_rows_.reserve(kBlockK * kStride);
+    if constexpr (kVnni) dx_pairs_.reserve(kBlockK * kStride);
   }
 
   void set_gradient(const Part& part, const float* dx) override {
@@ -184,15 +185,15 @@ class TypedSide final : public Side {
       for (int64_t i = part.i0; i < part.i1; i += kLanes) {
         const float* at = dx + j * kStrip + i - part.i0;
         const Lanes even = seen ? load(at) : Lanes{}, odd = seen ? load(at + kStrip) : Lanes{};
-        P* rows = dx_rows_.data() + j * kBlockQ + i;
+        P* rows = dx_rows_.data() + j * kStride + i;
         if constexpr (kVnni) {
           const Shorts low = rounded<P>(even), high = rounded<P>(odd);
           store(rows, low);
-          store(rows + kBlockQ, high);
-          store(dx_pairs_.data() + j * kBlockQ + 2 * i, paired(low, high));
+          store(rows + kStride, high);
+          store(dx_pairs_.data() + j * kStride + 2 * i, paired(low, high));
         } else {
           store(rows, even);
-          store(rows + kBlockQ, odd);
+          store(rows + kStride, odd);
         }
       }
     }
@@ -203,12 +204,12 @@ class TypedSide final : public Side {
     const bool whole = keys == keys_;
     float* sums = whole ? dk : dk_.reserve(kBlockK * padded_dim);
     at::native::cpublas::brgemm(
-        keys, padded_dim, rows, kBlockQ, padded_dim, padded_dim, whole, dx_rows_.data(), q_pairs_.data(), sums, kVnni);
+        keys, padded_dim, rows, kStride, pairs_stride(), padded_dim, whole, dx_rows_.data(), q_pairs_.data(), sums, kVnni);
     if (!whole)
       for (int64_t c = 0; c < keys_ * padded_dim; c++) dk[c] += sums[c];
     const P* right = kVnni ? dx_pairs_.data() : dx_rows_.data();
     at::native::cpublas::brgemm(
-        padded_dim, rows, keys, kBlockK, kBlockQ, kBlockQ, true, k_columns_.data(), right, dq_.data(), kVnni);
+        padded_dim, rows, keys, kBlockK, kStride, kBlockQ, true, k_columns_.data(), right, dq_.data(), kVnni);
   }
 
   void end_gradient(void* dq, bool as_floats) override {
@@ -228,6 +229,8 @@ class TypedSide final : public Side {
   int64_t bytes_of_row() const override { return width_ * sizeof(P); }
 
  private:
+  int64_t pairs_stride() const { return padded_dim + kLanes; }
+
   // What is not finite would make nan of masked pairs in a gradient's product; where it counts, dx is nan.
   static constexpr Bits kExponent = !kVnni ? Bits(0x7f800000u) : std::is_same_v<P, at::Half> ? Bits(0x7c00) : Bits(0x7f80);
   template <typename V>
@@ -260,8 +263,8 @@ class TypedSide final : public Side {
 
   void multiply(int64_t slot, const Part& part, int64_t c, int64_t width, float* x) {
     at::native::cpublas::brgemm(
-        part.j1 - part.j0, round_up(part.i1 - part.i0, kLanes), width, k_stride_, kBlockQ, kStrip, false,
-        rows_of_k_ + part.j0 * k_stride_ + c, slots_[slot].data() + c * kBlockQ + part.i0 * kPair, x + part.j0 * kStrip,
+        part.j1 - part.j0, round_up(part.i1 - part.i0, kLanes), width, k_stride_, kStride, kStrip, false,
+        rows_of_k_ + part.j0 * k_stride_ + c, slots_[slot].data() + c * kStride + part.i0 * kPair, x + part.j0 * kStrip,
         kVnni);
   }
 
