@@ -53,7 +53,7 @@ def run(
     _check([backend], BACKENDS, "--backend")
     chosen = _suites(suites or [], contestants, isolated, shape=shape, mask=mask, dtype=dtype, direction=direction)
     if quick:
-        chosen = {name: suite.quick() for name, suite in chosen.items()}
+        chosen = {f"{name}-quick": suite.quick() for name, suite in chosen.items()}
     options = harness.Options(
         backend, torch.device(device), threads or torch.get_num_threads(), 0.2 if quick else seconds, memory, resume,
         output,
