@@ -55,7 +55,7 @@ def detailed(records: list[Record]) -> Iterator[Table]:
         for cell, times in by_cell(group).items():
             for n, ((name, threads), record) in enumerate(times.items()):
                 ours = times.get(("streamkl", threads))
-                row = ["" if n else _short(cell), name_of(name, threads)]
+                row = ["" if n else cell_name(cell), name_of(name, threads)]
                 row.append(_number(record.median * 1e3) if record.seconds else "-")
                 row.append(_number(record.spread * 1e3) if len(record.seconds) > 1 else "")
                 row.append("" if ours is None or record is ours else _number(_over(ours, record)))
@@ -76,7 +76,7 @@ def compact(records: list[Record]) -> Iterator[Table]:
         table = Table(kind, [*columns, *map(" / ".join, ratios), "MB added"])
         for cell, times in by_cell(group).items():
             found = [times.get(entry) for entry in entries]
-            row = [_short(cell), *(_number(r.median * 1e3) if r is not None and r.seconds else "-" for r in found)]
+            row = [cell_name(cell), *(_number(r.median * 1e3) if r is not None and r.seconds else "-" for r in found)]
             row += [_number(ratio(times, *pair)) for pair in ratios]
             ours = [r.extra_bytes for (name, _), r in times.items() if name == "streamkl"]
             table.rows.append([*row, _megabytes(ours[-1]) if ours else ""])
@@ -86,7 +86,7 @@ def compact(records: list[Record]) -> Iterator[Table]:
 def where(records: list[Record]) -> str:
     """The machine, the software and the commit."""
     facts = records[-1].machine
-    threads = " and ".join(dict.fromkeys(_threads(record.threads) for record in records))
+    threads = " and ".join(dict.fromkeys(threads_name(record.threads) for record in records))
     engines = ", ".join(dict.fromkeys(record.engine for record in records if record.engine))
     software = f"torch {facts.get('torch', 'unknown')}, engine {engines or 'unknown'} ({facts.get('capability', '')})"
     return f"{facts.get('device', 'unknown device')}, {threads}, {software}, commit {facts.get('commit') or 'unknown'}"
@@ -137,6 +137,16 @@ def speedups(cells: dict[Cell, Times], name: str = "eager") -> dict[Cell, dict[s
     return {cell: values for cell, values in found.items() if values}
 
 
+def cell_name(cell: Cell) -> str:
+    """The cell where its direction and dtype are known."""
+    return f"{cell.tokens:,} x {cell.layout} {cell.mask}"
+
+
+def threads_name(n: int) -> str:
+    """So many threads."""
+    return "1 thread" if n == 1 else f"{n} threads"
+
+
 def _backward(training: Times, forward: Times, name: str) -> float | None:
     """Seconds that the backward adds; ``None`` where they cannot be told from noise."""
     for key, record in training.items():
@@ -165,7 +175,7 @@ def _threading(kind: str, cells: dict[Cell, Times]) -> list[str]:
                 values[cell] = _over(few, many)
         values = {cell: value for cell, value in values.items() if value is not None}
         if values:
-            title = f"{kind}: {name} on {_threads(counts[-1])} instead of {counts[0]} is faster by"
+            title = f"{kind}: {name} on {threads_name(counts[-1])} instead of {counts[0]} is faster by"
             lines.append(f"{title} {_spread(values)}")
     return lines
 
@@ -207,12 +217,8 @@ def _spread(values: dict[Cell, float]) -> str:
     if len(values) == 1:
         return _number(mean)
     low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    ends = " to ".join(f"{_number(values[cell])} ({_short(cell)})" for cell in (low, high))
+    ends = " to ".join(f"{_number(values[cell])} ({cell_name(cell)})" for cell in (low, high))
     return f"{_number(mean)} in the geometric mean of {len(values)} cells, {ends}"
-
-
-def _short(cell: Cell) -> str:
-    return f"{cell.tokens:,} x {cell.layout} {cell.mask}"
 
 
 def _kind(record: Record) -> str:
@@ -229,7 +235,7 @@ def _groups(records: Iterable[Record], kind: Callable[[Record], str]) -> Iterato
 def _namer(records: list[Record]) -> Callable[[str, int], str]:
     """Says the threads of a contestant where they differ."""
     several = len({record.threads for record in records}) > 1
-    return lambda name, threads: f"{name}, {_threads(threads)}" if several else name
+    return lambda name, threads: f"{name}, {threads_name(threads)}" if several else name
 
 
 def _number(value: float | None) -> str:
@@ -243,7 +249,3 @@ def _number(value: float | None) -> str:
 
 def _megabytes(count: int | None) -> str:
     return "" if count is None else f"{count / 1e6:,.1f}"
-
-
-def _threads(n: int) -> str:
-    return "1 thread" if n == 1 else f"{n} threads"
