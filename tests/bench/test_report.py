@@ -66,3 +66,5 @@ def test_tables_have_every_cell_and_contestant() -> None:
     assert page.rows[0] == ["4,096 x 8x64 causal", "1,000", "2,000", "500", "0.5", "2", ""]
     assert page.markdown().count("\n| ") == 4
     assert skipped(records) == ["eager left out of 4,096 tokens, 8x64, causal, bfloat16, forward: too large"]
+    records.append(Record("a suite", records[3].cell, "eager", 2, skipped="too large"))
+    assert skipped(records) == ["eager left out of 2 cells: too large"]

@@ -93,8 +93,15 @@ def where(records: list[Record]) -> str:
 
 
 def skipped(records: list[Record]) -> list[str]:
-    """Who did not run where, and why."""
-    return [f"{r.contestant} left out of {r.cell}: {r.skipped}" for r in records if r.skipped]
+    """Who did not run where, and why: a line for each reason."""
+    cells: dict[tuple[str, str], list[Cell]] = {}
+    for r in records:
+        if r.skipped is not None:
+            cells.setdefault((r.contestant, r.skipped), []).append(r.cell)
+    return [
+        f"{name} left out of {of[0] if len(of) == 1 else f'{len(of)} cells'}: {reason}"
+        for (name, reason), of in cells.items()
+    ]
 
 
 def summary(records: list[Record]) -> list[str]:
