@@ -1,4 +1,4 @@
-.PHONY: install format lint types test test-fast test-oldest fuzz memory long-context wheel ci
+.PHONY: install format lint types test test-fast test-oldest fuzz bench memory long-context wheel ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -30,11 +30,18 @@ test-oldest:  ## the same tests on the oldest torch that we support, whose own w
 fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 	pytest -n 2 -q tests/contract/test_fuzz.py --fuzz-seeds $(or $(SEEDS),2000) --fuzz-from $(or $(FROM),0)
 
+bench:  ## every figure of docs/performance.md, about an hour; what is there already is kept
+	streamkl bench run forward training eager dtypes threads models long --output benchmarks/results/cpu.jsonl --resume
+	streamkl bench plot benchmarks/results/cpu.jsonl --output docs/images
+
 memory:  ## measures, and draws docs/images/memory.png
-	python benchmarks/memory.py
+	rm -f benchmarks/results/memory.jsonl
+	streamkl bench run memory --output benchmarks/results/memory.jsonl
+	streamkl bench plot benchmarks/results/memory.jsonl --output docs/images
 
 long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
-	python benchmarks/memory.py --backend tiled --tokens 131072 --limit-mb 1500
+	streamkl bench run --shape 1x1x131072x64 --dtype float32 --direction training --backend tiled \
+		--contestants streamkl --isolated --limit-mb 1500
 
 wheel:
 	python -m build --wheel

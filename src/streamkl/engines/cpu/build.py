@@ -122,7 +122,7 @@ def _compile(target: Path) -> None:
     root = Path(torch.__file__).parent
     includes = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
     command = [
-        str(compiler()), *_flags(), *(f"-I{path}" for path in includes), str(SOURCES / "kernels.cpp"),
+        str(compiler()), *_flags(), *(f"-I{path}" for path in includes), *map(str, sorted(SOURCES.glob("*.cpp"))),
         "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True)
