@@ -121,6 +121,9 @@ class TypedSide final : public Side {
     keys_ = keys;
     const int64_t padded = round_up(keys, kLanes);
     const T* from = k_ + batch * k_strides_.batch + kv_head * k_strides_.head + key * k_strides_.token;
+    // The next tile's keys are on their way while this one's are worked on; long sequences do not fit the caches.
+    for (int64_t j = keys; j < keys + kBlockK; j++)
+      for (int64_t c = 0; c < dim; c += 64 / sizeof(T)) __builtin_prefetch(from + j * k_strides_.token + c, 0, 2);
     bool copied = true;
     if constexpr (std::is_same_v<T, P>) {
       if (k_strides_.dim == 1 && dim == width_ && keys == padded) {
