@@ -402,6 +402,9 @@ struct SideGradient {
     const int64_t head = (share * k.size(1) + block.seq.batch) * k.size(2) + kv;
     return k.data_ptr<float>() + (head * k.size(3) + tile.key(block)) * k.size(4);
   }
+  void fetch_keys(const Block& block, const Tile& tile, int64_t kv, int64_t share) const {
+    fetch(keys(block, tile, kv, share), tile.keys() * k.size(4) * sizeof(float));
+  }
   Tensor dk() const {
     if (k.dim() == 1) return k;
     for (int64_t share = 1; share < k.size(0); share++) k[0].add_(k[share]);
@@ -533,6 +536,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
       if (want_b) b->begin_gradient();
       each_tile(block, [&](const Tile& tile) {
         b->take_keys(batch, b->kv_head(r), tile.key(block), tile.keys(), want_b);
+        if (want_a) grad_a.fetch_keys(block, tile, a->kv_head(r), share);
+        if (want_b) grad_b.fetch_keys(block, tile, b->kv_head(r), share);
         if (paired) a->take_keys(batch, a->kv_head(r), tile.key(block), tile.keys(), want_a);
         else target.compute(block, tile, window, r, p.data());
         each_part(block, tile, window, true, [&](const Part& part) {
@@ -614,6 +619,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> train(
       each_tile(block, [&](const Tile& tile) {
         target.compute(block, tile, window, r, p.data());
         b->take_keys(block.seq.batch, b->kv_head(r), tile.key(block), tile.keys(), true);
+        grad_b.fetch_keys(block, tile, b->kv_head(r), share);
         each_part(block, tile, window, true, [&](const Part& part) {
           if (part.j0 < part.j1) {
             b->product(0, part, x.data());
