@@ -15,7 +15,6 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 from streamkl.bench import gate, isolated, machine, measure, records
 from streamkl.bench.cells import Cell, draw_inputs
 from streamkl.bench.contestants import engine_name, prepare, refusal, row_losses
-from streamkl.bench.gate import RedGateError
 from streamkl.bench.records import Key, Record
 from streamkl.bench.suites import Suite
 
@@ -124,7 +123,7 @@ def _measure(name: str, suite: Suite, cells: list[Cell], options: Options) -> li
         if suite.isolated or (options.memory and record.threads == threads[-1]):
             once = isolated.run(record.cell, record.contestant, options.backend, options.device, record.threads)
             if once.loss is not None and not math.isfinite(once.loss):
-                raise RedGateError(f"{record.cell}: {record.contestant} has a loss of {once.loss}")
+                raise gate.RedGateError(f"{record.cell}: {record.contestant} has a loss of {once.loss}")
             record.seconds = record.seconds or [once.seconds]
             record.extra_bytes, record.resident_bytes = once.extra_bytes, once.resident_bytes
     return measured
