@@ -85,7 +85,7 @@ def _threads(suite: Suite, options: Options) -> tuple[int, ...]:
 
 def _stored(name: str, suite: Suite, facts: dict[str, str], options: Options) -> list[Record]:
     """The records of cells that the file has in full, from this commit and machine, of the engine that would run."""
-    if not options.resume or not options.output.exists() or facts.get("commit", "").endswith("-dirty"):
+    if not options.resume or not options.output.exists():
         return []
     found = {r.key: r for r in records.read(options.output) if r.suite == name and r.machine == facts}
     stored = []
