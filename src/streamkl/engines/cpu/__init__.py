@@ -50,7 +50,7 @@ def _unavailable() -> str | None:
 
 def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]``; ``(-inf, 0)`` where a row sees no key."""
-    return torch.ops.streamkl_cpu.logsumexp(q, k, _table(support), side.scale, side.relu, *_window(support))
+    return torch.ops.streamkl_cpu.logsumexp(q, k, None, _table(support), side.scale, side.relu, *_window(support))
 
 
 def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
@@ -62,7 +62,7 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Norma
 def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
     rows = (m_a.contiguous(), ln_l_a.contiguous())
-    return torch.ops.streamkl_cpu.mixture_rows(*inputs, _table(problem.support), *rows, *_numbers(problem))
+    return torch.ops.streamkl_cpu.mixture_rows(*inputs, None, _table(problem.support), *rows, *_numbers(problem))
 
 
 def backward(
@@ -78,8 +78,8 @@ def backward(
     unread = norm.m_b if mean is None else mean
     rows = (x.contiguous() for x in (*norm, unread, row_grad.float()))
     gradients = torch.ops.streamkl_cpu.backward(
-        *inputs, _table(problem.support), *rows, *_numbers(problem), want_a, want_b
-    )
+        *inputs, None, _table(problem.support), *rows, *_numbers(problem), want_a, want_b
+    )[:4]
     wanted = (want_a, want_a, want_b, want_b)
     return Gradients(
         *(
@@ -92,7 +92,7 @@ def backward(
 def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
     rows = (x.contiguous() for x in (*norm, weight))
-    loss, dq, dk, mass = torch.ops.streamkl_cpu.train(*inputs, _table(problem.support), *rows, *_numbers(problem))
+    loss, dq, dk, _, mass = torch.ops.streamkl_cpu.train(*inputs, None, _table(problem.support), *rows, *_numbers(problem))
     return loss, dq, dk.contiguous(), mass
 
 

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 SOURCES = Path(__file__).parent
 FLAGS = (
-    "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
+    "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
     "-ffp-contract=off",
 )  # fmt: skip
 CAPABILITY_FLAGS = {
@@ -120,11 +121,18 @@ def _has(feature: str) -> bool:
 
 def _compile(target: Path) -> None:
     root = Path(torch.__file__).parent
-    includes = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
-    command = [
-        str(compiler()), *_flags(), *(f"-I{path}" for path in includes), *map(str, sorted(SOURCES.glob("*.cpp"))),
-        "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
-    ]  # fmt: skip
+    includes = [f"-I{path}" for path in (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")]
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        objects = {source: Path(directory) / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each source in a compiler of its own
+            commands = ([*_flags(), *includes, "-c", str(source), "-o", str(made)] for source, made in objects.items())
+            list(pool.map(_run_compiler, commands))
+        libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        _run_compiler([*_flags(), "-shared", *map(str, objects.values()), "-o", str(target), *libraries])
+
+
+def _run_compiler(arguments: list[str]) -> None:
+    command = [str(compiler()), *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise BuildError(f"the compiler failed: {' '.join(command)}\n{result.stderr[-4000:]}")

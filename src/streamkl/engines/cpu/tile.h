@@ -71,13 +71,13 @@ class Side {
   // x[j, i - i0] = <k_j, q_i> before scale and relu, for the part's keys and the slot's rows; kStrip rows apart.
   virtual void product(int64_t slot, const Part& part, float* x) = 0;
 
-  // Gradients of the rows in slot 0: begin, then for each tile set dx[j, i - i0] for parts that cover it, and add.
-  virtual void begin_gradient() = 0;
+  // Gradients of the rows in a slot: begin, then for each tile set dx[j, i - i0] for parts that cover it, and add.
+  virtual void begin_gradient(int64_t slot) = 0;
   virtual void set_gradient(const Part& part, const float* dx) = 0;
-  // dk[keys, padded_dim] += dx q; dq += dx^T k is kept inside.
-  virtual void add_gradient(float* dk) = 0;
+  // dk[keys, padded_dim] += dx q; dq += dx^T k is kept in the slot.
+  virtual void add_gradient(int64_t slot, float* dk) = 0;
   // Writes dq[rows, dim], in the tensors' dtype or as floats.
-  virtual void end_gradient(void* dq, bool as_floats) = 0;
+  virtual void end_gradient(int64_t slot, void* dq, bool as_floats) = 0;
   virtual int64_t bytes_of_row() const = 0;
 
   int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }
@@ -87,205 +87,11 @@ class Side {
   const bool relu;
 };
 
-struct Strides {
-  int64_t batch, head, token, dim;
-  explicit Strides(const at::Tensor& x) : batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), dim(x.stride(3)) {}
-};
+// Whether a dtype is multiplied as it is; elsewhere it is in float32. float16 always is: gradients of logits, which are
+// divided by the number of rows before they are rounded, would vanish in it.
+bool native(at::ScalarType dtype);
 
-// T is the tensors' dtype, P what products are made of: bfloat16 where the CPU has such products, float elsewhere.
-template <typename T, typename P>
-class TypedSide final : public Side {
-  static constexpr bool kVnni = !std::is_same_v<P, float>;  // B operands in pairs of k
-  static constexpr int64_t kPair = kVnni ? 2 : 1;           // elements of a word
-  using Bits = std::conditional_t<kVnni, uint16_t, uint32_t>;
-
- public:
-  TypedSide(const at::Tensor& q, const at::Tensor& k, double scale, bool relu)
-      : Side(q.size(1), k.size(1), q.size(3), scale, relu),
-        q_(q.const_data_ptr<T>()), k_(k.const_data_ptr<T>()), q_strides_(q), k_strides_(k),
-        inner_(round_up(dim, kPair)), width_(round_up(dim, kLanes * kPair)) {}
-
-  void take_rows(int64_t slot, int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient) override {
-    if (slot >= static_cast<int64_t>(slots_.size())) slots_.resize(slot + 1);
-    rows_ = rows;
-    const int64_t padded = round_up(rows, kLanes);
-    P* staged = staged_.reserve(padded * width_);
-    copy(q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token, q_strides_, rows, padded, staged);
-    // Words of the width in columns: [width words, rows].
-    q_stride_ = padded + kLanes;
-    P* columns = slots_[slot].reserve(width_ * q_stride_);
-    transpose(staged, width_, padded, columns, q_stride_);
-    if (!for_gradient) return;
-    Bits* pairs = reinterpret_cast<Bits*>(q_pairs_.reserve(kBlockQ * pairs_stride()));
-    const Bits* from = reinterpret_cast<const Bits*>(staged);
-    for (int64_t i = 0; i < padded; i += kPair)
-      for (int64_t c = 0; c < padded_dim; c++)
-        for (int64_t n = 0; n < kPair; n++)
-          pairs[i * pairs_stride() + c * kPair + n] = c < dim ? finite(from[(i + n) * width_ + c]) : Bits(0);
-  }
-
-  void take_keys(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, bool for_gradient) override {
-    keys_ = keys;
-    const int64_t padded = round_up(keys, kLanes);
-    const T* from = k_ + batch * k_strides_.batch + kv_head * k_strides_.head + key * k_strides_.token;
-    // The next tile's keys are on their way while this one's are worked on.
-    for (int64_t j = keys; j < keys + kBlockK; j++) fetch(from + j * k_strides_.token, dim * sizeof(T));
-    bool copied = true;
-    if constexpr (std::is_same_v<T, P>) {
-      if (k_strides_.dim == 1 && k_strides_.token >= dim && k_strides_.token <= kFar && dim == width_ && keys == padded) {
-        rows_of_k_ = from;
-        k_stride_ = k_strides_.token;
-        copied = false;
-      }
-    }
-    if (copied) {
-      copy(from, k_strides_, keys, padded, k_rows_.reserve(kBlockK * width_));
-      rows_of_k_ = k_rows_.data();
-      k_stride_ = width_;
-    }
-    if (!for_gradient) return;
-    P* columns = k_columns_.reserve(width_ * kBlockK);
-    if constexpr (kVnni) {
-      P* words = staged_.reserve(width_ * kBlockK);
-      transpose(rows_of_k_, k_stride_, padded, words, kBlockK);
-      for (int64_t c = 0; c < width_; c += 2) {
-        const Bits* from_pair = reinterpret_cast<const Bits*>(words + c * kBlockK);
-        Bits* even = reinterpret_cast<Bits*>(columns + c * kBlockK);
-        for (int64_t j = 0; j < padded; j += kLanes) {
-          const Words pair = load<Words>(from_pair + 2 * j);
-          store(even + j, finite(__builtin_convertvector(pair & 0xffffu, Shorts)));
-          store(even + kBlockK + j, finite(__builtin_convertvector(pair >> 16, Shorts)));
-        }
-      }
-    } else {
-      transpose(rows_of_k_, k_stride_, padded, columns, kBlockK);
-      for (int64_t c = 0; c < width_; c++)
-        for (int64_t j = 0; j < padded; j += kLanes) {
-          float* at = columns + c * kBlockK + j;
-          store(at, finite(load<Words>(at)));
-        }
-    }
-  }
-
-  void product(int64_t slot, const Part& part, float* x) override {
-    const int64_t width = kVnni ? inner_ : std::min(dim, kPiece);
-    multiply(slot, part, 0, width, x);
-    if constexpr (!kVnni) {
-      // brgemm adds along the whole width one by one. In pieces, float products err as little as a library's do.
-      for (int64_t c = kPiece; c < dim; c += kPiece) {
-        float* piece = piece_.reserve(kBlockK * kStrip);
-        multiply(slot, part, c, std::min(dim - c, kPiece), piece);
-        for (int64_t j = part.j0; j < part.j1; j++)
-          for (int64_t i = 0; i < kStrip; i += kLanes) store(x + j * kStrip + i, load(x + j * kStrip + i) + load(piece + j * kStrip + i));
-      }
-    }
-  }
-
-  void begin_gradient() override {
-    std::fill_n(dq_.reserve(padded_dim * kBlockQ), padded_dim * kBlockQ, 0.0f);
-    dx_rows_.reserve(kBlockK * kStride);
-    if constexpr (kVnni) dx_pairs_.reserve(kBlockK * kStride);
-  }
-
-  void set_gradient(const Part& part, const float* dx) override {
-    const int64_t padded = round_up(keys_, kLanes);
-    for (int64_t j = 0; j < padded; j += 2) {
-      const bool seen = j >= part.j0 && j < part.j1;
-      for (int64_t i = part.i0; i < part.i1; i += kLanes) {
-        const float* at = dx + j * kStrip + i - part.i0;
-        const Lanes even = seen ? load(at) : Lanes{}, odd = seen ? load(at + kStrip) : Lanes{};
-        P* rows = dx_rows_.data() + j * kStride + i;
-        if constexpr (kVnni) {
-          const Shorts low = rounded(even), high = rounded(odd);
-          store(rows, low);
-          store(rows + kStride, high);
-          store(dx_pairs_.data() + j * kStride + 2 * i, paired(low, high));
-        } else {
-          store(rows, even);
-          store(rows + kStride, odd);
-        }
-      }
-    }
-  }
-
-  void add_gradient(float* dk) override {
-    const int64_t rows = round_up(rows_, kLanes), keys = round_up(keys_, kLanes);
-    const bool whole = keys == keys_;
-    float* sums = whole ? dk : dk_.reserve(kBlockK * padded_dim);
-    at::native::cpublas::brgemm(
-        keys, padded_dim, rows, kStride, pairs_stride(), padded_dim, whole, dx_rows_.data(), q_pairs_.data(), sums, kVnni);
-    if (!whole)
-      for (int64_t c = 0; c < keys_ * padded_dim; c++) dk[c] += sums[c];
-    const P* right = kVnni ? dx_pairs_.data() : dx_rows_.data();
-    at::native::cpublas::brgemm(
-        padded_dim, rows, keys, kBlockK, kStride, kBlockQ, true, k_columns_.data(), right, dq_.data(), kVnni);
-  }
-
-  void end_gradient(void* dq, bool as_floats) override {
-    alignas(64) float block[kLanes * kLanes];
-    for (int64_t i = 0; i < rows_; i += kLanes)
-      for (int64_t c = 0; c < dim; c += kLanes) {
-        transpose_words(dq_.data() + c * kBlockQ + i, kBlockQ * sizeof(float), block, kLanes * sizeof(float));
-        for (int64_t row = 0; row < std::min(kLanes, rows_ - i); row++)
-          for (int64_t n = 0; n < std::min(kLanes, dim - c); n++) {
-            const int64_t at = (i + row) * dim + c + n;
-            if (as_floats) static_cast<float*>(dq)[at] = block[row * kLanes + n];
-            else static_cast<T*>(dq)[at] = static_cast<T>(block[row * kLanes + n]);
-          }
-      }
-  }
-
-  int64_t bytes_of_row() const override { return width_ * sizeof(P); }
-
- private:
-  int64_t pairs_stride() const { return padded_dim + kLanes; }
-
-  // What is not finite would make nan of masked pairs in a gradient's product; where it counts, dx is nan.
-  static constexpr Bits kExponent = kVnni ? Bits(0x7f80) : Bits(0x7f800000u);
-  template <typename V>
-  static V finite(V x) {
-    return (x & kExponent) == kExponent ? V{} : x;
-  }
-
-  // Rows beside each other, width_ apart, and zeros after the last one and after the width.
-  void copy(const T* from, const Strides& strides, int64_t rows, int64_t padded, P* to) const {
-    for (int64_t i = 0; i < rows; i++, from += strides.token, to += width_) {
-      int64_t c = 0;
-      if constexpr (std::is_same_v<T, P>) {
-        if (strides.dim == 1) std::copy_n(from, c = dim, to);
-      } else {
-        if (strides.dim == 1)
-          for (; c + kLanes <= dim; c += kLanes) store(to + c, widened<T>(load<Shorts>(from + c)));
-      }
-      for (; c < dim; c++) to[c] = static_cast<P>(from[c * strides.dim]);
-      std::fill(to + dim, to + width_, P(0.0f));
-    }
-    std::fill_n(to, (padded - rows) * width_, P(0.0f));
-  }
-
-  // to[word, i] = from[i, word], for all words of the width.
-  void transpose(const P* from, int64_t stride, int64_t rows, P* to, int64_t to_stride) const {
-    for (int64_t i = 0; i < rows; i += kLanes)
-      for (int64_t c = 0; c < width_; c += kLanes * kPair)
-        transpose_words(from + i * stride + c, stride * sizeof(P), to + c * to_stride + i * kPair, to_stride * 4);
-  }
-
-  void multiply(int64_t slot, const Part& part, int64_t c, int64_t width, float* x) {
-    at::native::cpublas::brgemm(
-        part.j1 - part.j0, round_up(part.i1 - part.i0, kLanes), width, k_stride_, q_stride_, kStrip, false,
-        rows_of_k_ + part.j0 * k_stride_ + c, slots_[slot].data() + c * q_stride_ + part.i0 * kPair, x + part.j0 * kStrip,
-        kVnni);
-  }
-
-  const T* q_;
-  const T* k_;
-  const Strides q_strides_, k_strides_;
-  const int64_t inner_, width_;
-  int64_t rows_ = 0, keys_ = 0, q_stride_ = 0, k_stride_ = 0;
-  const P* rows_of_k_ = nullptr;
-  std::vector<Buffer<P>> slots_;
-  Buffer<P> staged_, k_rows_, q_pairs_, k_columns_, dx_rows_, dx_pairs_;
-  Buffer<float> dq_, dk_, piece_;
-};
+// The side of q [B, H, N, D] and k [B, Hkv, N, D], of any strides.
+std::unique_ptr<Side> side_of(const at::Tensor& q, const at::Tensor& k, double scale, bool relu);
 
 }  // namespace streamkl::cpu

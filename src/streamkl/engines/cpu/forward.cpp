@@ -1,0 +1,127 @@
+// The forward sweeps of tiled.py over the tiles of tile.h.
+#include "kernels.h"
+#include "student.h"
+#include "target.h"
+
+namespace streamkl::cpu {
+
+std::tuple<Tensor, Tensor> logsumexp(
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
+    int64_t left, int64_t right) {
+  const Window window{left, right};
+  const int64_t heads = Student::distributions(q, weights);
+  const Student like(q, k, weights, scale, relu);
+  const bool quick = fast(q, q, like.scale(), like.scale());
+  auto m = rows_like(q, heads, -kInf), ln_l = rows_like(q, heads, 0.0f);
+  const auto update = dispatch(quick, false, like.relu(), [](auto precision, auto, auto with_relu) {
+    return &LogSumExp::update<precision(), with_relu()>;
+  });
+  const float value = natural_value(precision_of(quick), like.scale());
+  each_block(table, window, rows_at_once(like.bytes_of_row(false)), heads, quick, [&] {
+    return [&, side = Student(q, k, weights, scale, relu), x = Buffer<float>(kBlockK * kStrip)](const Block& block, int64_t head) mutable {
+      LogSumExp state[kBlockQ / kLanes];
+      side.take_rows(block, head, false);
+      each_tile(block, [&](const Tile& tile) {
+        side.take_keys(block, tile, head, false);
+        each_part(block, tile, window, false, [&](const Part& part) {
+          side.product(part, x.data());
+          each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+            (state[i / kLanes].*update)(x.data() + i - part.i0, kStrip, span, side.scale());
+          });
+        });
+      });
+      for (int64_t i = 0; i < block.rows(); i++)
+        write(value * state[i / kLanes].m[i % kLanes], state[i / kLanes].l[i % kLanes], m, ln_l, block, head, i);
+    };
+  });
+  return {m, ln_l};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, double a_scale,
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
+  const Window window{left, right};
+  const int64_t heads = b_q.size(1);
+  const bool quick = fast(a_q, b_q, a_scale, b_scale);
+  auto kl = rows_like(b_q, heads, 0.0f), mean = rows_like(b_q, heads, 0.0f);
+  auto m_a = rows_like(b_q, heads, -kInf), ln_l_a = rows_like(b_q, heads, 0.0f);
+  auto m_b = rows_like(b_q, heads, -kInf), ln_l_b = rows_like(b_q, heads, 0.0f);
+  const auto update = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
+    return &PairedState::update<precision(), relu_a(), relu_b()>;
+  });
+  const float value_a = natural_value(precision_of(quick), a_scale), value_b = natural_value(precision_of(quick), b_scale);
+  const float difference = natural_difference(precision_of(quick));
+  each_block(table, window, kBlockQ, heads, quick, [&] {
+    return [&, a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu),
+            xa = Buffer<float>(kBlockK * kStrip), xb = Buffer<float>(kBlockK * kStrip)](const Block& block, int64_t r) {
+      PairedState state[kBlockQ / kLanes];
+      a->take_rows(0, block.seq.batch, r, block.first_row(), block.rows(), false);
+      b->take_rows(0, block.seq.batch, r, block.first_row(), block.rows(), false);
+      each_tile(block, [&](const Tile& tile) {
+        a->take_keys(block.seq.batch, a->kv_head(r), tile.key(block), tile.keys(), false);
+        b->take_keys(block.seq.batch, b->kv_head(r), tile.key(block), tile.keys(), false);
+        each_part(block, tile, window, false, [&](const Part& part) {
+          a->product(0, part, xa.data());
+          b->product(0, part, xb.data());
+          each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+            const int64_t at = i - part.i0;
+            (state[i / kLanes].*update)(xa.data() + at, xb.data() + at, kStrip, span, a_scale, b_scale);
+          });
+        });
+      });
+      for (int64_t i = 0; i < block.rows(); i++) {
+        const PairedState& rows = state[i / kLanes];
+        const int64_t l = i % kLanes;
+        const float mu = difference * rows.acc[l] / rows.l_a[l];
+        Rows(mean).at(block, r)[i] = mu;
+        Rows(kl).at(block, r)[i] = mu + std::log(rows.l_b[l] / rows.l_a[l]);
+        write(value_a * rows.m_a[l], rows.l_a[l], m_a, ln_l_a, block, r, i);
+        write(value_b * rows.m_b[l], rows.l_b[l], m_b, ln_l_b, block, r, i);
+      }
+    };
+  });
+  return {kl, mean, m_a, ln_l_a, m_b, ln_l_b};
+}
+
+std::tuple<Tensor, Tensor, Tensor> mixture_rows(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
+    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
+  const Window window{left, right};
+  const int64_t heads = Student::distributions(b_q, b_w), group = a_q.size(1) / heads;
+  const Student like(b_q, b_k, b_w, b_scale, b_relu);
+  const bool quick = fast(a_q, b_q, a_scale, like.scale());
+  auto kl = rows_like(b_q, heads, 0.0f), m_b = rows_like(b_q, heads, -kInf), ln_l_b = rows_like(b_q, heads, 0.0f);
+  const auto update = dispatch(quick, false, like.relu(), [](auto precision, auto, auto relu) {
+    return &MixtureState::update<precision(), relu()>;
+  });
+  const int64_t rows = rows_at_once(std::max(side_of(a_q, a_k, a_scale, a_relu)->bytes_of_row() * group, like.bytes_of_row(false)));
+  each_block(table, window, rows, heads, quick, [&] {
+    return [&, target = Target(side_of(a_q, a_k, a_scale, a_relu), group, quick), b = Student(b_q, b_k, b_w, b_scale, b_relu),
+            x = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(kBlockK * kBlockQ)](const Block& block, int64_t r) mutable {
+      MixtureState state[kBlockQ / kLanes];
+      target.take_rows(block, r, Rows(m_a), Rows(ln_l_a));
+      b.take_rows(block, r, false);
+      each_tile(block, [&](const Tile& tile) {
+        target.compute(block, tile, window, r, p.data());
+        b.take_keys(block, tile, r, false);
+        each_part(block, tile, window, false, [&](const Part& part) {
+          b.product(part, x.data());
+          each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+            const int64_t at = i - part.i0;
+            (state[i / kLanes].*update)(p.data() + part.i0 * kBlockK + at, x.data() + at, kStrip, span, b.scale());
+          });
+        });
+      });
+      for (int64_t i = 0; i < block.rows(); i++) {
+        const MixtureState& row = state[i / kLanes];
+        const int64_t l = i % kLanes;
+        const float divergence = row.s[l] == 0.0f ? 0.0f : row.acc[l] / row.s[l] + std::log(row.l_b[l] / row.s[l]);
+        Rows(kl).at(block, r)[i] = row.m_b[l] == -kInf ? NAN : divergence;
+        write(row.m_b[l], row.l_b[l], m_b, ln_l_b, block, r, i);
+      }
+    };
+  });
+  return {kl, m_b, ln_l_b};
+}
+
+}  // namespace streamkl::cpu

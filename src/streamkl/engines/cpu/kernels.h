@@ -1,0 +1,37 @@
+// The engine's functions. Tensors are those of problem.py's Inputs, table its sequences; b_w [B, J, Nq] adds the heads of
+// b_q up to one distribution. Row vectors are [B, heads, Nq], contiguous floats.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace streamkl::cpu {
+
+using at::Tensor;
+
+std::tuple<Tensor, Tensor> logsumexp(
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
+    int64_t left, int64_t right);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, double a_scale,
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+
+std::tuple<Tensor, Tensor, Tensor> mixture_rows(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
+    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
+    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a, bool want_b);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
+    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+
+}  // namespace streamkl::cpu

@@ -1,0 +1,156 @@
+// The distribution that is compared: of one head, or of several that are added up, each with its weight.
+#pragma once
+
+#include "sweep.h"
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace streamkl::cpu {
+
+// Gradients of one side: dQ whole, dK in floats once for each share of a unit's rows, its width padded.
+struct SideGradient {
+  Tensor q, k;
+  int64_t dim;
+  SideGradient(bool wanted, const Tensor& q_, const Tensor& k_, int64_t shares, bool floats) : dim(k_.size(3)) {
+    if (!wanted) {
+      q = k = at::empty({0}, q_.options().dtype(at::kFloat));
+      return;
+    }
+    q = at::zeros(q_.sizes(), floats ? q_.options().dtype(at::kFloat) : q_.options());
+    k = at::zeros({shares, k_.size(0), k_.size(1), k_.size(2), round_up(dim, kLanes)}, k_.options().dtype(at::kFloat));
+  }
+  void* rows(const Block& block, int64_t head) const {
+    const int64_t row = (block.seq.batch * q.size(1) + head) * q.size(2) + block.first_row();
+    return static_cast<char*>(q.data_ptr()) + row * q.size(3) * q.element_size();
+  }
+  float* keys(const Block& block, const Tile& tile, int64_t kv, int64_t share) const {
+    const int64_t head = (share * k.size(1) + block.seq.batch) * k.size(2) + kv;
+    return k.data_ptr<float>() + (head * k.size(3) + tile.key(block)) * k.size(4);
+  }
+  void fetch_keys(const Block& block, const Tile& tile, int64_t kv, int64_t share) const {
+    fetch(keys(block, tile, kv, share), tile.keys() * k.size(4) * sizeof(float));
+  }
+  Tensor dk() const {
+    if (k.dim() == 1) return k;
+    for (int64_t share = 1; share < k.size(0); share++) k[0].add_(k[share]);
+    return k[0].slice(3, 0, dim);
+  }
+};
+
+// x[keys, rows] (+)= weight relu(scale x of a head).
+template <bool relu>
+void add_head(const float* head, float* x, const Part& part, float factor, const Row& weight, bool first) {
+  const Lanes scale = splat(factor);
+  for (int64_t j = part.j0; j < part.j1; j++)
+    for (int64_t i = 0; i < part.i1 - part.i0; i += kLanes) {
+      const Lanes value = logit<relu>(load(head + j * kStrip + i), scale) * weight[part.i0 + i];
+      store(x + j * kStrip + i, first ? value : load(x + j * kStrip + i) + value);
+    }
+}
+
+// dx of a head from db, that of the sum; it overwrites the head's x. What is 0 in db stays so, whatever it meets.
+template <bool relu>
+void head_gradient(float* head, const float* db, const Part& part, float factor, const Row& weight, Row& d_weight) {
+  const Lanes scale = splat(factor);
+  for (int64_t i = 0; i < part.i1 - part.i0; i += kLanes) {
+    const Lanes by = weight[part.i0 + i] * scale;
+    Lanes sum[2] = {};
+    for (int64_t j = part.j0; j < part.j1; j++) {
+      const Lanes x = load(head + j * kStrip + i), d = load(db + j * kStrip + i);
+      sum[j % 2] += d == 0.0f ? Lanes{} : d * logit<relu>(x, scale);
+      Lanes dx = d == 0.0f ? Lanes{} : d * by;
+      if constexpr (relu) dx = x * scale <= 0.0f ? Lanes{} : dx;
+      store(head + j * kStrip + i, dx);
+    }
+    store(d_weight.data + part.i0 + i, d_weight[part.i0 + i] + (sum[0] + sum[1]));
+  }
+}
+
+class Student {
+ public:
+  // weights [B, J, Nq] make one distribution of all J heads of q; without them each head is one.
+  Student(const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, double scale, bool relu)
+      : side_(side_of(q, k, scale, relu)), weights_(weights), summed_(weights.has_value()) {
+    if (!summed_) return;
+    weight_.resize(side_->heads);
+    d_weight_.resize(side_->heads);
+    head_.reserve(kBlockK * kStrip);
+  }
+
+  static int64_t distributions(const Tensor& q, const std::optional<Tensor>& weights) { return weights ? 1 : q.size(1); }
+  // What products are multiplied by to be logits, and whether a relu follows: sums of heads are logits already.
+  double scale() const { return summed_ ? 1.0 : side_->scale; }
+  bool relu() const { return !summed_ && side_->relu; }
+  int64_t bytes_of_row(bool for_gradient) const {
+    return side_->bytes_of_row() * heads() + (for_gradient ? (side_->bytes_of_row() + 4 * side_->padded_dim) * heads() : 0);
+  }
+
+  void take_rows(const Block& block, int64_t r, bool for_gradient) {
+    for (int64_t n = 0; n < heads(); n++) {
+      side_->take_rows(n, block.seq.batch, summed_ ? n : r, block.first_row(), block.rows(), for_gradient);
+      if (summed_) weight_[n].take(Rows(*weights_).at(block, n), block.rows());
+    }
+  }
+  void take_keys(const Block& block, const Tile& tile, int64_t r, bool for_gradient) {
+    side_->take_keys(block.seq.batch, side_->kv_head(r), tile.key(block), tile.keys(), for_gradient);
+  }
+
+  // x[j, i - i0] for the part's keys and rows, kStrip rows apart.
+  void product(const Part& part, float* x) {
+    if (!summed_) return side_->product(0, part, x);
+    const auto add = side_->relu ? &add_head<true> : &add_head<false>;
+    for (int64_t n = 0; n < heads(); n++) {
+      side_->product(n, part, head_.data());
+      add(head_.data(), x, part, static_cast<float>(side_->scale), weight_[n], n == 0);
+    }
+  }
+
+  // As those of Side; dx is the gradient of what product() gives.
+  void begin_gradient() {
+    for (int64_t n = 0; n < heads(); n++) side_->begin_gradient(n);
+    for (auto& row : d_weight_) std::fill_n(row.data, kBlockQ, 0.0f);
+    if (summed_) db_.reserve(kBlockK * kBlockQ);
+  }
+  void set_gradient(const Part& part, const float* dx) {
+    if (!summed_) return side_->set_gradient(part, dx);
+    parts_.push_back(part);
+    std::copy_n(dx + part.j0 * kStrip, (part.j1 - part.j0) * kStrip, db_.data() + part.i0 * kBlockK + part.j0 * kStrip);
+  }
+  void add_gradient(float* dk) {
+    if (!summed_) return side_->add_gradient(0, dk);
+    const auto gradient = side_->relu ? &head_gradient<true> : &head_gradient<false>;
+    for (int64_t n = 0; n < heads(); n++) {
+      for (const auto& part : parts_) {
+        if (part.j0 < part.j1) {
+          side_->product(n, part, head_.data());
+          gradient(head_.data(), db_.data() + part.i0 * kBlockK, part, static_cast<float>(side_->scale), weight_[n], d_weight_[n]);
+        }
+        side_->set_gradient(part, head_.data());
+      }
+      side_->add_gradient(n, dk);
+    }
+    parts_.clear();
+  }
+  void end_gradient(const Block& block, int64_t r, const SideGradient& gradient, const Tensor& d_weights, bool as_floats) {
+    for (int64_t n = 0; n < heads(); n++) {
+      side_->end_gradient(n, gradient.rows(block, summed_ ? n : r), as_floats);
+      if (summed_) std::copy_n(d_weight_[n].data, block.rows(), Rows(d_weights).at(block, n));
+    }
+  }
+
+  int64_t kv_head(int64_t r) const { return side_->kv_head(r); }
+
+ private:
+  int64_t heads() const { return summed_ ? side_->heads : 1; }
+
+  std::unique_ptr<Side> side_;
+  const std::optional<Tensor> weights_;
+  const bool summed_;
+  std::vector<Row> weight_, d_weight_;
+  std::vector<Part> parts_;
+  Buffer<float> head_, db_;
+};
+
+}  // namespace streamkl::cpu

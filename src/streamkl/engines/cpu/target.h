@@ -1,0 +1,65 @@
+// The distribution that rows are compared with, where it is the mean of several heads.
+#pragma once
+
+#include "sweep.h"
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace streamkl::cpu {
+
+// The heads of a that a distribution is compared with: their rows taken once a block, and p[keys, rows], their mean.
+class Target {
+ public:
+  Target(std::unique_ptr<Side> a, int64_t group, bool fast)
+      : a_(std::move(a)), group_(group), factor_(static_cast<float>(a_->scale)),
+        x_(kBlockK * kStrip), norm_(group) {
+    add_ = dispatch(fast, false, a_->relu, [](auto precision, auto, auto relu) { return &add<precision(), relu()>; });
+  }
+
+  void take_rows(const Block& block, int64_t r, const Rows& m, const Rows& ln_l) {
+    for (int64_t n = 0; n < group_; n++) {
+      const int64_t head = r * group_ + n;
+      a_->take_rows(n, block.seq.batch, head, block.first_row(), block.rows(), false);
+      norm_[n].take(block, head, m, ln_l);
+    }
+  }
+
+  // All parts of a tile at once, p[part][keys, rows]: the keys of a key head are taken once for all its heads.
+  void compute(const Block& block, const Tile& tile, const Window& window, int64_t r, float* p) {
+    for (int64_t n = 0; n < group_; n++) {
+      const int64_t kv = a_->kv_head(r * group_ + n);
+      if (n == 0 || kv != a_->kv_head(r * group_ + n - 1)) a_->take_keys(block.seq.batch, kv, tile.key(block), tile.keys(), false);
+      each_part(block, tile, window, false, [&](const Part& part) {
+        a_->product(n, part, x_.data());
+        each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+          const int64_t at = i - part.i0;
+          add_(x_.data() + at, p + part.i0 * kBlockK + at, span, factor_, norm_[n], i, 1.0f / static_cast<float>(group_), n == 0);
+        });
+      });
+    }
+  }
+
+ private:
+  template <Precision precision, bool relu>
+  static void add(const float* x, float* p, const Span& span, float factor, const Normaliser& norm, int64_t i, float mean, bool first) {
+    const Lanes scale = splat(factor), m = norm.m[i], ln_l = norm.ln_l[i];
+    Span all = span;  // p has a value wherever some row of the sixteen sees a key
+    all.full_begin = span.begin;
+    all.full_end = span.end;
+    each_key(all, [&](int64_t j, auto, int) {
+      const Lanes value = mean * exponential<precision>((logit<relu>(load(x + j * kStrip), scale) - m) - ln_l);
+      store(p + j * kStrip, first ? value : load(p + j * kStrip) + value);
+    });
+  }
+
+  std::unique_ptr<Side> a_;
+  const int64_t group_;
+  const float factor_;
+  Buffer<float> x_;
+  std::vector<Normaliser> norm_;
+  void (*add_)(const float*, float*, const Span&, float, const Normaliser&, int64_t, float, bool);
+};
+
+}  // namespace streamkl::cpu
