@@ -9,7 +9,7 @@ from torch import Tensor
 from streamkl import loss as compose
 from streamkl import reference, validation
 
-Backend = Literal["auto", "reference", "cpu", "tiled"]
+Backend = Literal["auto", "reference", "triton", "cpu", "tiled"]
 
 
 def attention_kl(
@@ -76,8 +76,8 @@ def attention_kl(
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, R, Nq]``, packed ``[R, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.
-        backend: ``"auto"`` takes the best engine that can run. A named one (``"reference"``, ``"cpu"``, ``"tiled"``)
-            is used or raises, and never falls back.
+        backend: ``"auto"`` takes the best engine that can run. A named one (``"reference"``, ``"triton"``, ``"cpu"``,
+            ``"tiled"``) is used or raises, and never falls back.
 
     Returns:
         The loss, float32 (float64 if an input is). A row that sees no key, or has weight 0, has a loss of exactly 0 and

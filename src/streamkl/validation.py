@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "reference", "cpu", "tiled")
+BACKENDS = ("auto", "reference", "triton", "cpu", "tiled")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

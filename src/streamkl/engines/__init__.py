@@ -15,7 +15,7 @@ from torch import Tensor
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
 
-PREFERENCE = ("cpu", "tiled")
+PREFERENCE = ("triton", "cpu", "tiled")
 """Engines by name, the one that ``auto`` tries first in front."""
 
 
@@ -91,6 +91,8 @@ def choose(backend: str, device: torch.device, problem: Problem | None = None) -
     for name in PREFERENCE if backend == "auto" else (backend,):
         engine: Engine = import_module(f"{__name__}.{name}")  # pyright: ignore[reportAssignmentType]
         refusal = engine.unsupported(device, problem)
+        if refusal is None and backend == "auto" and hasattr(engine, "reluctant"):
+            refusal = engine.reluctant(device)  # pyright: ignore[reportAttributeAccessIssue]
         if refusal is None:
             taken = f"{name}: {engine.summary}" if backend == "auto" else "named by the caller"
             return Choice(engine, "; ".join([*refusals, taken]))

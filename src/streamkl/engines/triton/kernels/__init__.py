@@ -1,0 +1,4 @@
+"""The kernels: tile code in ``primitives.py`` and ``gradient.py``, sweeps in ``lse.py``, ``forward.py`` and ``backward.py``.
+
+``split.py`` merges split keys, ``rows.py`` makes row vectors. Only ``plans.py`` and ``streamkl kernels`` import them.
+"""
