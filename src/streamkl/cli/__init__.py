@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import typer
 
@@ -46,3 +47,26 @@ def doctor() -> None:
     from streamkl.cli.doctor import run
 
     sys.exit(run())
+
+
+@app.command()
+def kernels(
+    target: list[str] = typer.Option([], help="Only this target, e.g. sm_90; may be given several times."),
+    kind: list[str] = typer.Option([], help="Only this kind of kernel, e.g. paired; may be given several times."),
+    quick: bool = typer.Option(False, help="Head dims 64 and 128 on three targets, as in CI."),
+    check: bool = typer.Option(False, help="Exit with 1 if a kernel is over its budget."),
+    output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),
+) -> None:
+    """Compiles every Triton kernel for GPUs that need not be there, and prints what the binaries say.
+
+    Registers, spills, shared memory, tensor-core instructions, and a static ceiling: an upper bound, not measured.
+    """
+    import os
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET=1 is set: nothing would be compiled")
+    try:
+        from streamkl.cli.kernels import run
+    except ImportError as error:
+        sys.exit(f"Triton is needed to compile kernels: {error}")
+    sys.exit(run(target, kind, quick, check, output))

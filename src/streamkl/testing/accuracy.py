@@ -71,12 +71,13 @@ def evaluate(function: Callable[..., Tensor], tensors: dict[str, Tensor], case: 
     return Results(loss.detach(), dict(zip(case.wanted, gradients, strict=True)))
 
 
-def check_accuracy(case: Case, backend: str = "auto") -> Errors:
+def check_accuracy(case: Case, backend: str = "auto", deterministic: bool | None = None) -> Errors:
     """Runs a case on an engine and holds it to the rule.
 
     Args:
         case: From `random_case`.
         backend: The engine.
+        deterministic: As in ``attention_kl``.
 
     Returns:
         Errors and bounds; the engine passes if ``worst <= 1``.
@@ -87,8 +88,9 @@ def check_accuracy(case: Case, backend: str = "auto") -> Errors:
         True
     """
     ours = evaluate(
-        streamkl.attention_kl, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend=backend
-    ).named()
+        streamkl.attention_kl, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend=backend,
+        deterministic=deterministic,
+    ).named()  # fmt: skip
     case = case.to("cpu")  # not every device has float64
     ours = {name: x.cpu() for name, x in ours.items()}
     exact = evaluate(reference.attention_kl, case.clean(torch.float64), case, **case.options).named()

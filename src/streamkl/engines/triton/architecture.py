@@ -14,8 +14,8 @@ from streamkl.engines.triton.meta import Config, padded
 
 INTERPRETER = "interpreter"
 
-INTERPRETED = Config(rows=32, keys=32, warps=1, stages=1, hold=256, chunk=64, grad=64)
-"""Small enough for a small problem to have many tiles, large enough for numpy."""
+INTERPRETED = Config(rows=128, keys=2048, warps=1, stages=1, hold=1024)
+"""Large tiles: the interpreter takes as long for a row as for many."""
 
 INTERPRETED_PROCESSORS = 1
 
@@ -45,12 +45,11 @@ def processors(arch: str) -> int:
     return {**nvidia.PROCESSORS, **amd.PROCESSORS}.get(_known(arch), 64)
 
 
-def config(arch: str, kind: str, width: int, itemsize: int) -> Config:
-    """How a kind of kernel is cut for heads of a width, of 2 or 4 bytes an element."""
+def config(arch: str, kind: str, width: int) -> Config:
+    """How a kind of kernel is cut for heads of a width."""
     if arch == INTERPRETER:
         return INTERPRETED
-    table = _tables()[_known(arch)]
-    rows = table[f"{kind}_float32" if itemsize == 4 else kind]
+    rows = _tables()[_known(arch)][kind]
     fitting = [at_most for at_most in rows if at_most >= padded(width)]
     return rows[min(fitting)] if fitting else rows[max(rows)]
 

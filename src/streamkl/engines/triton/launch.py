@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,10 +63,14 @@ def _quiet() -> Iterator[None]:
 class Sweep:
     """What all launches over one problem share."""
 
-    def __init__(self, problem: Problem, arch: str, kind: str) -> None:
+    def __init__(self, problem: Problem, tensors: Sequence[Tensor], arch: str, kind: str) -> None:
         self.problem, self.support = problem, problem.support
         width = max(problem.a.dim, problem.b.dim)
-        self.config: Config = architecture.config(arch, kind, width, max(problem.a.dtype.itemsize, problem.b.dtype.itemsize))
+        if max(problem.a.dtype.itemsize, problem.b.dtype.itemsize) == 4:
+            kind = f"{kind}_float32"
+        elif not all(is_aligned(x) for x in tensors):
+            kind = f"{kind}_misaligned"
+        self.config: Config = architecture.config(arch, kind, width)
         self.processors = architecture.processors(arch)
         upcast = arch == architecture.INTERPRETER
         self.a, self.b = (
@@ -128,6 +132,12 @@ class Sweep:
     def launch(self, kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> Launch:
         """A launch with this sweep's warps and stages."""
         return Launch(kernel, programs, arguments, constants, self.config.warps, self.config.stages)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether 16 bytes of ``x`` can be loaded at once, as Triton's launcher sees it."""
+    offset = x.storage_offset() * x.element_size() if x.is_meta else x.data_ptr()
+    return offset % 16 == 0 and x.stride(-1) == 1 and all(stride % 16 == 0 for stride in x.stride()[:-1])
 
 
 def row_launch(kernel: Any, rows: int, arguments: dict[str, Any], **constants: Any) -> Launch:

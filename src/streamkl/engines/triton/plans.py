@@ -27,6 +27,10 @@ from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
 
 
+TOGETHER = 64
+"""Head dims up to which the gradients of both sides fit the registers of one sweep."""
+
+
 class Rows(NamedTuple):
     """A side's normalisers as the sweeps read them: ``m`` and ``log2 l``, ``[B, heads, Nq]``."""
 
@@ -36,7 +40,7 @@ class Rows(NamedTuple):
 
 def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """``(m, ln l)`` of one side, each ``[B, H, Nq]``."""
-    sweep = Sweep(Problem(side, side, support), arch, "lse")
+    sweep = Sweep(Problem(side, side, support), (q, k), arch, "lse")
     m, ln_l = (new_rows(q, side.heads, sweep.mask.packed, value) for value in (-torch.inf, 0.0))
     splits, blocks = sweep.key_splits(), sweep.row_blocks()
     parts = _parts(q, 2, splits, m)
@@ -56,7 +60,7 @@ def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, arch: str) -> 
 
 def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, Normalisers]]:
     """Divergence, mean and normalisers of each row, head by head."""
-    sweep = Sweep(problem, arch, "paired")
+    sweep = Sweep(problem, inputs, arch, "paired")
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
         for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
@@ -70,7 +74,7 @@ def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor, arch: str
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``."""
-    sweep = Sweep(problem, arch, "mixture")
+    sweep = Sweep(problem, inputs, arch, "mixture")
     prepare, a = _rows(m_a, ln_l_a, None, problem.group)
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
@@ -98,7 +102,7 @@ def backward(
         assert mean is not None, "side a wants gradients where its rows were paired"
         gradient.mean = mean.contiguous()
     wanted = [(want_a, want_b)]
-    if want_a and want_b and (problem.deterministic or gradient.apart):
+    if want_a and want_b and (problem.deterministic or max(problem.a.dim, problem.b.dim) > TOGETHER):
         wanted = [(True, False), (False, True)]
     for want in wanted:
         gradient.add(*want)
@@ -134,7 +138,8 @@ class _Gradient:
         self, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str, loss: bool
     ) -> None:
         self.problem, self.inputs, self.arch, self.loss = problem, inputs, arch, loss
-        self.weight, self.peak = _weights(weight.contiguous(), inputs)
+        self.half = torch.float16 in (inputs.a_q.dtype, inputs.b_q.dtype)
+        self.weight, self.peak = _weights(weight.contiguous(), self.half)
         prepare_a, self.a = _rows(norm.m_a, norm.ln_l_a, self.weight, problem.group)
         prepare_b, self.b = _rows(norm.m_b, norm.ln_l_b, self.weight, 1)
         self.launches = [prepare_a, prepare_b]
@@ -144,8 +149,6 @@ class _Gradient:
             self.sum_p, self.sum_acc = (torch.zeros_like(self.b.m) for _ in range(2))
         else:
             self.sum_p = self.sum_acc = self.b.m  # not read
-        sweep = Sweep(problem, arch, "keys_both")
-        self.apart = sweep.a.chunked or sweep.b.chunked
 
     def add(self, want_a: bool, want_b: bool) -> None:
         """One sweep for dQ and dK of the sides that want them; two if deterministic."""
@@ -157,7 +160,7 @@ class _Gradient:
     def _add_keys(self, want_a: bool, want_b: bool, kind: str) -> None:
         problem, inputs = self.problem, self.inputs
         one_sweep = not problem.deterministic
-        sweep = Sweep(problem, self.arch, f"keys_{kind}")
+        sweep = Sweep(problem, inputs, self.arch, f"keys_{kind}")
         pack = sweep.group.pack
         span = 1 if want_a and want_b else (sweep.a if want_a else sweep.b).share // pack
         owners, blocks = sweep.units // span, sweep.key_blocks()
@@ -182,14 +185,14 @@ class _Gradient:
         }  # fmt: skip
         constants = sweep.constants(
             WANT_A=want_a, WANT_B=want_b, DQ=one_sweep, LOSS=self.loss and one_sweep, ATOMIC_A=atomic_a and want_a,
-            ATOMIC_B=atomic_b and want_b,
+            ATOMIC_B=atomic_b and want_b, HALF=self.half,
         )  # fmt: skip
         programs = blocks * owners * problem.support.batch * pieces * splits
         self.launches.append(sweep.launch(keys_kernel, programs, arguments, constants))
 
     def _add_queries(self, want_a: bool, want_b: bool, kind: str) -> None:
         problem, inputs = self.problem, self.inputs
-        sweep = Sweep(problem, self.arch, f"queries_{kind}")
+        sweep = Sweep(problem, inputs, self.arch, f"queries_{kind}")
         pieces = max(sweep.a.pieces if want_a else 1, sweep.b.pieces if want_b else 1)
         blocks, splits = sweep.row_blocks(), sweep.key_splits()
         if want_a:
@@ -204,7 +207,7 @@ class _Gradient:
             "out_acc": self.sum_acc, "blocks": blocks, "units": sweep.units, "pieces": pieces, "splits": splits,
             "rows": self.b.m.numel(),
         }  # fmt: skip
-        constants = sweep.constants(WANT_A=want_a, WANT_B=want_b, LOSS=self.loss)
+        constants = sweep.constants(WANT_A=want_a, WANT_B=want_b, LOSS=self.loss, HALF=self.half)
         programs = blocks * sweep.units * problem.support.batch * pieces * splits
         self.launches.append(sweep.launch(queries_kernel, programs, arguments, constants))
 
@@ -276,10 +279,10 @@ def _rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[L
     return row_launch(rows_kernel, m.numel(), arguments, WEIGHTED=weight is not None), rows
 
 
-def _weights(weight: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor]:
     """Row weights in float32; for float16, whose derivatives would underflow, at most 1, and what they were divided by."""
     weight = weight.float()
-    if torch.float16 not in (inputs.a_q.dtype, inputs.b_q.dtype) or weight.numel() == 0:
+    if not half or weight.numel() == 0:
         return weight, weight
     largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax()
     peak = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)

@@ -35,6 +35,7 @@ from streamkl.engines.triton.kernels.primitives import (
     row_pointers,
     row_tiles,
     target,
+    zeros,
 )
 
 
@@ -51,10 +52,24 @@ def _product(
 
 
 @triton.jit
-def _add_rows(p_dq, m_live, b_dq, g0, DIM: tl.constexpr, GRAD: tl.constexpr):
-    """Adds a tile of dQ, ``[rows, GRAD]``, in float32."""
-    o_d = g0 + tl.arange(0, GRAD)
-    tl.atomic_add(p_dq[:, None] + o_d[None, :], b_dq, mask=m_live[:, None] & (o_d < DIM)[None, :], sem="relaxed")
+def _held_columns(p_k, m_k, stride_d, g0, SIDE: tl.constexpr):
+    """The keys' columns that dQ is made of, in pieces of at most 32, ``([keys, 32], ...)``; 0 where they are not finite."""
+    WIDTH: tl.constexpr = min(SIDE.grad, 32)
+    pieces = ()
+    for n in tl.static_range(SIDE.grad // WIDTH):
+        pieces = pieces + (finite(load_tile(p_k, m_k, stride_d, g0 + n * WIDTH, SIDE.dim, WIDTH, True, SIDE.grad)),)
+    return pieces
+
+
+@triton.jit
+def _add_rows(p_dq, m_live, b_d, b_k, factor, g0, SIDE: tl.constexpr):
+    """Adds what a tile contributes to dQ, ``[rows, grad]``, in float32, piece by piece of the columns."""
+    WIDTH: tl.constexpr = min(SIDE.grad, 32)
+    for n in tl.static_range(SIDE.grad // WIDTH):
+        b_dq = dot(b_d, b_k[n], SIDE.upcast) * factor
+        o_d = g0 + n * WIDTH + tl.arange(0, WIDTH)
+        mask = m_live[:, None] & (o_d < SIDE.dim)[None, :]
+        tl.atomic_add(p_dq[:, None] + o_d[None, :], b_dq, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -98,26 +113,20 @@ def _key_sweep(
             r_l = tl.load(l_b + o_row)
             r_m = tl.load(m_b + o_row)
             r_w = tl.load(weight + o_row)
-        m_live = m_q & ~(r_l >= IGNORED)  # the others may hold anything
-
-        p_q = row_pointers(q_b, strides_qb, batch, o_h, q_start + o_i)
-        b_qb = 0
-        if not B.chunked:
-            b_qb = load_tile(p_q, m_live, strides_qb[3], 0, B.dim, B.block, True)
-            if MASKED and WANT_B:
-                b_qb = finite(b_qb)
-        b_sb = _product(b_qb, b_kb, p_q, m_live, strides_qb[3], p_kb, m_j, strides_kb[3], ROWS, KEYS, B, True)
-        b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
+        # Rows that are ignored may hold anything. A row that is not finite has nan for a maximum, and so for a derivative;
+        # without its query that stays with the keys that it sees.
+        m_live = m_q & ~(r_l >= IGNORED)
 
         if GROUP.size == 1:
             p_qa = row_pointers(q_a, strides_qa, batch, o_h, q_start + o_i)
             b_qa = 0
-            if not A.chunked:
-                b_qa = load_tile(p_qa, m_live, strides_qa[3], 0, A.dim, A.block, True)
-                if MASKED and WANT_A:
-                    b_qa = finite(b_qa)
-            b_sa = _product(b_qa, b_ka, p_qa, m_live, strides_qa[3], p_ka, m_j, strides_ka[3], ROWS, KEYS, A, True)
             r_ma = tl.load(m_a + o_row, mask=m_live, other=0.0)
+            m_qa = m_live
+            if WANT_A:
+                m_qa &= tl.abs(r_ma) < float("inf")
+            if not A.chunked:
+                b_qa = load_tile(p_qa, m_qa, strides_qa[3], 0, A.dim, A.block, True)
+            b_sa = _product(b_qa, b_ka, p_qa, m_qa, strides_qa[3], p_ka, m_j, strides_ka[3], ROWS, KEYS, A, True)
             r_la = tl.load(l_a + o_row, mask=m_live, other=IGNORED)
             b_a = shifted(b_sa, scale_a, r_ma, m_pair, A, MASKED)
             b_p = probabilities(b_a, r_la)
@@ -131,6 +140,16 @@ def _key_sweep(
             )  # fmt: skip
             b_a = b_p
 
+        p_q = row_pointers(q_b, strides_qb, batch, o_h, q_start + o_i)
+        b_qb = 0
+        m_qb = m_live
+        if WANT_B:
+            m_qb &= tl.abs(r_m) < float("inf")
+        if not B.chunked:
+            b_qb = load_tile(p_q, m_qb, strides_qb[3], 0, B.dim, B.block, True)
+        b_sb = _product(b_qb, b_kb, p_q, m_qb, strides_qb[3], p_kb, m_j, strides_kb[3], ROWS, KEYS, B, True)
+        b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
+
         if LOSS:
             s, acc = loss_terms(b_p, b_a, b_b, GROUP)
             tl.atomic_add(sum_p + o_row, s, mask=m_live & first_piece, sem="relaxed")
@@ -140,25 +159,18 @@ def _key_sweep(
             b_d = b_p * (b_a - b_b - r_mean[:, None])
             b_d = derivative(b_d, b_sa, scale_a, r_w, m_pair, m_live, q_a.dtype.element_ty, BOOST_A, A, MASKED)
             if A.chunked:
-                b_qa = load_tile(p_qa, m_live, strides_qa[3], g0_a, A.dim, A.grad, True)
-                if MASKED:
-                    b_qa = finite(b_qa)
+                b_qa = load_tile(p_qa, m_qa, strides_qa[3], g0_a, A.dim, A.grad, True)
             b_dka = dot_add(tl.trans(b_d), b_qa, b_dka, A.upcast)
             if DQ:
-                b_dq = dot(b_d, b_kag, A.upcast) * factor_a
-                o_dq = (batch.to(tl.int64) * (units * GROUP.pack) + o_h) * extent[0] + q_start + o_i
-                _add_rows(dq_a + o_dq * A.dim, m_live, b_dq, g0_a, A.dim, A.grad)
+                _add_rows(dq_a + o_row * A.dim, m_live, b_d, b_kag, factor_a, g0_a, A)
         if WANT_B:
             b_d = probabilities(b_b, r_l) * GROUP.size - b_p
             b_d = derivative(b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, q_b.dtype.element_ty, BOOST_B, B, MASKED)
             if B.chunked:
-                b_qb = load_tile(p_q, m_live, strides_qb[3], g0_b, B.dim, B.grad, True)
-                if MASKED:
-                    b_qb = finite(b_qb)
+                b_qb = load_tile(p_q, m_qb, strides_qb[3], g0_b, B.dim, B.grad, True)
             b_dkb = dot_add(tl.trans(b_d), b_qb, b_dkb, B.upcast)
             if DQ:
-                b_dq = dot(b_d, b_kbg, B.upcast) * factor_b
-                _add_rows(dq_b + o_row * B.dim, m_live, b_dq, g0_b, B.dim, B.grad)
+                _add_rows(dq_b + o_row * B.dim, m_live, b_d, b_kbg, factor_b, g0_b, B)
     return b_dka, b_dkb
 
 
@@ -169,7 +181,7 @@ def keys_kernel(
     blocks, owners, pieces, span, splits,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, DQ: tl.constexpr, LOSS: tl.constexpr,
-    ATOMIC_A: tl.constexpr, ATOMIC_B: tl.constexpr,
+    ATOMIC_A: tl.constexpr, ATOMIC_B: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """dK of a block of keys over the ``span`` units of packed heads that read it, and with ``DQ`` their part of dQ.
 
@@ -184,17 +196,17 @@ def keys_kernel(
     m_j = o_j < k_len
     g0_a = piece * A.grad
     g0_b = piece * B.grad
-    fa = unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A)
-    fb = unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B)
+    fa = unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A, HALF)
+    fb = unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B, HALF)
     j0 = block * KEYS
     tiles = row_tiles(
         j0, tl.minimum(j0 + KEYS, k_len), q_len, k_len, extent, split, splits, ROWS, KEYS, GROUP.pack, MASK
     )  # fmt: skip
-    b_dka, b_dkb, b_kag, b_kbg = 0.0, 0.0, 0, 0
+    b_dka, b_dkb = 0.0, 0.0
     if WANT_A:
-        b_dka = tl.zeros([KEYS, A.grad], tl.float32)
+        b_dka = zeros(KEYS, A.grad)
     if WANT_B:
-        b_dkb = tl.zeros([KEYS, B.grad], tl.float32)
+        b_dkb = zeros(KEYS, B.grad)
     for u in range(span):
         unit = owner * span + u
         kv_a = unit * GROUP.pack // A.share
@@ -202,23 +214,15 @@ def keys_kernel(
             kv_a = unit * 0  # `target` walks the key heads itself
         p_ka = row_pointers(k_a, strides_ka, batch, kv_a, k_start + o_j)
         p_kb = row_pointers(k_b, strides_kb, batch, unit * GROUP.pack // B.share, k_start + o_j)
-        b_ka, b_kb = 0, 0
+        b_ka, b_kb, b_kag, b_kbg = 0, 0, 0, 0
         if GROUP.size == 1 and not A.chunked:
             b_ka = load_tile(p_ka, m_j, strides_ka[3], 0, A.dim, A.block, True)
         if not B.chunked:
             b_kb = load_tile(p_kb, m_j, strides_kb[3], 0, B.dim, B.block, True)
-        if WANT_A:
-            if A.chunked:
-                b_kag = finite(load_tile(p_ka, m_j, strides_ka[3], g0_a, A.dim, A.grad, True))
-            else:
-                b_ka = finite(b_ka)
-                b_kag = b_ka
-        if WANT_B:
-            if B.chunked:
-                b_kbg = finite(load_tile(p_kb, m_j, strides_kb[3], g0_b, B.dim, B.grad, True))
-            else:
-                b_kb = finite(b_kb)
-                b_kbg = b_kb
+        if WANT_A and DQ:
+            b_kag = _held_columns(p_ka, m_j, strides_ka[3], g0_a, A)
+        if WANT_B and DQ:
+            b_kbg = _held_columns(p_kb, m_j, strides_kb[3], g0_b, B)
         b_dka, b_dkb = _key_sweep(
             b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
             strides_kb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, sum_p, sum_acc, unit, units, batch, q_start,
@@ -263,15 +267,6 @@ def _query_sweep(
         m_pair = m_j[None, :]
         if MASKED:
             m_pair = allowed_pairs(o_i, o_j, q_len, k_len, extent, MASK)
-        p_j = p_kb + o_j.to(tl.int64) * strides_kb[2]
-        b_kb = 0
-        if not B.chunked:
-            b_kb = load_tile(p_j, m_j, strides_kb[3], 0, B.dim, B.block, MASKED)
-            if MASKED and WANT_B:
-                b_kb = finite(b_kb)
-        b_sb = _product(b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], ROWS, KEYS, B, MASKED)
-        b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
-
         p_ja = p_ka + o_j.to(tl.int64) * strides_ka[2]
         if GROUP.size == 1:
             b_ka = 0
@@ -288,6 +283,15 @@ def _query_sweep(
                 strides_ka[3], first_head, scale_a, m_pair, ROWS, KEYS, A, GROUP, MASKED,
             )  # fmt: skip
             b_a = b_p
+
+        p_j = p_kb + o_j.to(tl.int64) * strides_kb[2]
+        b_kb = 0
+        if not B.chunked:
+            b_kb = load_tile(p_j, m_j, strides_kb[3], 0, B.dim, B.block, MASKED)
+            if MASKED and WANT_B:
+                b_kb = finite(b_kb)
+        b_sb = _product(b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], ROWS, KEYS, B, MASKED)
+        b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
 
         if LOSS:
             s, acc = loss_terms(b_p, b_a, b_b, GROUP)
@@ -318,7 +322,7 @@ def queries_kernel(
     dq_a, dq_b, out_p, out_acc, cu, extent, scale_a, scale_b,
     blocks, units, pieces, splits, rows,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr,
+    KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of packed rows: one of ``pieces`` of its columns, from one of ``splits`` shares of the keys.
 
@@ -357,9 +361,9 @@ def queries_kernel(
     g0_b = piece * B.grad
     b_dqa, b_dqb = 0.0, 0.0
     if WANT_A:
-        b_dqa = tl.zeros([ROWS, A.grad], tl.float32)
+        b_dqa = zeros(ROWS, A.grad)
     if WANT_B:
-        b_dqb = tl.zeros([ROWS, B.grad], tl.float32)
+        b_dqb = zeros(ROWS, B.grad)
     sum_p = tl.zeros([ROWS], tl.float32)
     sum_acc = tl.zeros([ROWS], tl.float32)
 
@@ -383,8 +387,8 @@ def queries_kernel(
         tl.store(out_p + o_part, tl.where(m_live, sum_p, 0.0), mask=m_q & (piece == 0))
         tl.store(out_acc + o_part, tl.where(m_live, sum_acc, 0.0), mask=m_q & (piece == 0))
     if WANT_A:
-        b_dqa = tl.where(m_live[:, None], b_dqa * unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A), 0.0)
+        b_dqa = tl.where(m_live[:, None], b_dqa * unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A, HALF), 0.0)
         _store_rows(dq_a + o_part * A.dim, m_q, b_dqa, g0_a, A.dim, A.grad, False)
     if WANT_B:
-        b_dqb = tl.where(m_live[:, None], b_dqb * unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B), 0.0)
+        b_dqb = tl.where(m_live[:, None], b_dqb * unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B, HALF), 0.0)
         _store_rows(dq_b + o_part * B.dim, m_q, b_dqb, g0_b, B.dim, B.grad, False)

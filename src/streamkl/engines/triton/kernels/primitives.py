@@ -134,11 +134,16 @@ def sees_a_key(o_i, q_len, k_len, extent, first, last, MASK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(p_n, m_n, stride_d, d0, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Columns ``d0 .. d0 + BLOCK`` of the tokens at ``p_n``, ``[tokens, BLOCK]``; 0 past the head dim and, if masked, past ``m_n``."""
+def load_tile(
+    p_n, m_n, stride_d, d0, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr = 0
+):  # fmt: skip
+    """Columns ``d0 .. d0 + BLOCK`` of the tokens at ``p_n``, ``[tokens, BLOCK]``; 0 past the head dim, and if masked past ``m_n``.
+
+    Columns need no mask where ``BLOCK`` (or ``UNIT``, if several blocks make one) divides the head dim.
+    """
     o_d = d0 + tl.arange(0, BLOCK)
     p = p_n[:, None] + (o_d * stride_d)[None, :]
-    if DIM % BLOCK == 0:
+    if DIM % (UNIT if UNIT > 0 else BLOCK) == 0:
         if MASKED:
             return tl.load(p, mask=m_n[:, None], other=0.0)
         else:
@@ -148,6 +153,12 @@ def load_tile(p_n, m_n, stride_d, d0, DIM: tl.constexpr, BLOCK: tl.constexpr, MA
             return tl.load(p, mask=m_n[:, None] & (o_d < DIM)[None, :], other=0.0)
         else:
             return tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """An accumulator, ``[ROWS, COLUMNS]``."""
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
 
 
 @triton.jit
