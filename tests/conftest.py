@@ -53,7 +53,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter_patched_once() -> Iterator[None]:
-    """Triton's interpreter patches its language at each call of a function; once a launch is enough, and a third faster."""
+    """Triton's interpreter patches its language at each call; once a launch is enough, and a third faster."""
     if importlib.util.find_spec("triton") is None:
         yield
         return

@@ -51,11 +51,11 @@ def doctor() -> None:
 
 @app.command()
 def kernels(
-    target: list[str] = typer.Option([], help="Only this target, e.g. sm_90; may be given several times."),
-    kind: list[str] = typer.Option([], help="Only this kind of kernel, e.g. paired; may be given several times."),
+    target: list[str] = typer.Option([], help="Only this target, e.g. sm_90; may be given several times."),  # noqa: B008
+    kind: list[str] = typer.Option([], help="Only this kind of kernel, e.g. paired; may be given several times."),  # noqa: B008
     quick: bool = typer.Option(False, help="Head dims 64 and 128 on three targets, as in CI."),
     check: bool = typer.Option(False, help="Exit with 1 if a kernel is over its budget."),
-    output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),
+    output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
 ) -> None:
     """Compiles every Triton kernel for GPUs that need not be there, and prints what the binaries say.
 

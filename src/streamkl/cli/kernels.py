@@ -13,8 +13,8 @@ from streamkl.engines.triton.inspect.matrix import TARGETS
 from streamkl.engines.triton.inspect.report import Figures, all_figures, variants
 
 CAPTION = (
-    "clocks: the least that one pass of the main loop needs for its products, for issuing its instructions, and for its "
-    "exponentials. ceiling: upper bound, not measured - the share of the tensor cores' peak if nothing ever waited."
+    "clocks: the least that one pass of the main loop needs for its products, for issuing its instructions, and "
+    "for its exponentials. ceiling: upper bound, not measured - the share of the tensor cores' peak if nothing waited."
 )
 
 

@@ -137,7 +137,11 @@ def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
     script = "from streamkl.engines.triton import architecture as a; print(a.config('sm_90', 'paired', 128).rows)"
     for environment, rows in (({}, "128"), ({"STREAMKL_CONFIGS": str(path)}, "64")):
         result = subprocess.run(
-            [sys.executable, "-c", script], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", script],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert result.stdout.strip() == rows, result.stderr
 

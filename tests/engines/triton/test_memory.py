@@ -58,10 +58,14 @@ def sanitizer(monkeypatch: pytest.MonkeyPatch) -> dict:
         InterpreterBuilder, "create_masked_load", lambda self, p, m, *rest: check(p, m) or load(self, p, m, *rest)
     )
     monkeypatch.setattr(
-        InterpreterBuilder, "create_masked_store", lambda self, p, v, m, *rest: check(p, m) or store(self, p, v, m, *rest)
+        InterpreterBuilder,
+        "create_masked_store",
+        lambda self, p, v, m, *rest: check(p, m) or store(self, p, v, m, *rest),
     )
     monkeypatch.setattr(
-        InterpreterBuilder, "create_atomic_rmw", lambda self, op, p, v, m, *rest: check(p, m) or add(self, op, p, v, m, *rest)
+        InterpreterBuilder,
+        "create_atomic_rmw",
+        lambda self, op, p, v, m, *rest: check(p, m) or add(self, op, p, v, m, *rest),
     )
     return state
 
@@ -139,7 +143,7 @@ FAR = """
 
 
 def test_kernels_with_offsets_of_32_bits_would_fail_where_ours_pass(tmp_path: Path) -> None:
-    """The contract tests strides beyond 2^31 elements; this is that test, passing, and failing for a copy of the kernels."""
+    """The contract tests strides beyond 2^31 elements; a copy of the kernels with narrow offsets fails it."""
     package = Path(streamkl.__file__).parent
     narrow = tmp_path / "streamkl"
     shutil.copytree(package, narrow)

@@ -101,7 +101,9 @@ def test_log_sum_exp_visits_them_once(products) -> None:
 def gradient_products(products: Counter, dim: int) -> tuple[int, int]:
     """Products that give dK, and dQ, in units of a whole tile of ``dim`` columns."""
     dk = products[(KEYS, ROWS, dim)]
-    dq = sum(count * columns / dim for (rows, inner, columns), count in products.items() if (rows, inner) == (ROWS, KEYS))
+    dq = sum(
+        count * columns / dim for (rows, inner, columns), count in products.items() if (rows, inner) == (ROWS, KEYS)
+    )
     return dk, dq
 
 
@@ -142,7 +144,7 @@ def test_gradients_to_both_sides_share_a_sweep(products) -> None:
 
 
 def test_a_key_tile_is_loaded_once_for_all_query_heads_that_share_it(products) -> None:
-    """Eight query heads on one key head lie in the rows of a tile: as many products as one head of eight times the rows."""
+    """Eight query heads on one key head lie in the rows of a tile, as one head of eight times the rows would."""
     case = make_case(0, heads=Heads(8, 1, 8, 1), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, tokens=(8, 96))
     with torch.no_grad():
         attention_kl(**case.tensors, **case.options, backend="triton")

@@ -67,7 +67,9 @@ def _known(arch: str) -> str:
 @functools.cache
 def _tables() -> dict[str, dict[str, dict[int, Config]]]:
     """The tables of both vendors, with the caller's own rows, from the file ``STREAMKL_CONFIGS``, in their place."""
-    tables = {arch: {kind: dict(rows) for kind, rows in table.items()} for arch, table in (nvidia.TABLES | amd.TABLES).items()}
+    tables = {
+        arch: {kind: dict(rows) for kind, rows in table.items()} for arch, table in (nvidia.TABLES | amd.TABLES).items()
+    }
     own = os.environ.get("STREAMKL_CONFIGS")
     if own:
         for arch, table in json.loads(Path(own).read_text()).items():

@@ -157,4 +157,3 @@ def new_rows(q: Tensor, heads: int, packed: bool, value: float) -> Tensor:
     if packed:
         return torch.full(shape, value, dtype=torch.float32, device=q.device)
     return torch.empty(shape, dtype=torch.float32, device=q.device)
-

@@ -1,7 +1,7 @@
 """The launches of each function of the engine, and what they leave behind.
 
-Plans allocate outputs, row vectors, float32 accumulators and split-K partials, and nothing else. On ``meta`` tensors they
-allocate nothing at all: that is how kernels are compiled for an architecture that is not there.
+Plans allocate outputs, row vectors, float32 accumulators and split-K partials, and nothing else. On ``meta`` tensors
+they allocate nothing at all: that is how kernels are compiled for an architecture that is not there.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from torch import Tensor
 
 from streamkl.engines.triton.kernels.backward import keys_kernel, queries_kernel
 from streamkl.engines.triton.kernels.forward import mixture_kernel, paired_kernel
+from streamkl.engines.triton.kernels.lse import lse_kernel
+from streamkl.engines.triton.kernels.primitives import NONE
+from streamkl.engines.triton.kernels.rows import rows_kernel
+from streamkl.engines.triton.kernels.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
 from streamkl.engines.triton.launch import (
     Launch,
     Sweep,
     new_rows,
     row_launch,
 )
-from streamkl.engines.triton.kernels.lse import lse_kernel
-from streamkl.engines.triton.kernels.primitives import NONE
-from streamkl.engines.triton.kernels.rows import rows_kernel
-from streamkl.engines.triton.kernels.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
-
 
 TOGETHER = 64
 """Head dims up to which the gradients of both sides fit the registers of one sweep."""
@@ -38,7 +37,9 @@ class Rows(NamedTuple):
     l: Tensor
 
 
-def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+def logsumexp(
+    support: Support, side: Side, q: Tensor, k: Tensor, arch: str
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """``(m, ln l)`` of one side, each ``[B, H, Nq]``."""
     sweep = Sweep(Problem(side, side, support), (q, k), arch, "lse")
     m, ln_l = (new_rows(q, side.heads, sweep.mask.packed, value) for value in (-torch.inf, 0.0))
@@ -120,7 +121,9 @@ class Trained(NamedTuple):
     b: Rows
 
 
-def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str) -> tuple[list[Launch], Trained]:
+def train(
+    problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str
+) -> tuple[list[Launch], Trained]:
     """Loss sums and gradients to ``b`` in one sweep over ``a``; in two where it must be deterministic."""
     gradient = _Gradient(problem, inputs, norm, weight, arch, True)
     gradient.add(False, True)
@@ -226,7 +229,7 @@ class _Gradient:
         return make(k.shape, dtype=dtype, device=k.device)
 
     def _new_rows(self, q: Tensor, splits: int, packed: bool) -> Tensor:
-        """dQ as `queries_kernel` writes it: one a share of the keys, in float32, where there are several."""
+        """DQ as `queries_kernel` writes it: one a share of the keys, in float32, where there are several."""
         dtype = torch.float32 if splits > 1 or self.loss else q.dtype
         make = torch.zeros if packed else torch.empty
         return make((splits, *q.shape) if splits > 1 else q.shape, dtype=dtype, device=q.device)
@@ -280,7 +283,7 @@ def _rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[L
 
 
 def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor]:
-    """Row weights in float32; for float16, whose derivatives would underflow, at most 1, and what they were divided by."""
+    """Row weights in float32; for float16, where derivatives would underflow, at most 1, with their divisor."""
     weight = weight.float()
     if not half or weight.numel() == 0:
         return weight, weight

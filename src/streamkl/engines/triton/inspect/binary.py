@@ -1,4 +1,4 @@
-"""What a compiled kernel's machine code says: registers, spills, shared memory, and the instructions of its main loop."""
+"""What a compiled kernel's machine code says: registers, spills, shared memory, and its main loop's instructions."""
 
 from __future__ import annotations
 

@@ -49,9 +49,13 @@ def compile_launch(launch: Launch, arch: str, aligned: bool = True) -> Any:
 
 
 def _specialise(
-    value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[tuple[int, ...], list[Any]], aligned: bool
+    value: Any,
+    path: tuple[int, ...],
+    constants: dict[Any, Any],
+    attributes: dict[tuple[int, ...], list[Any]],
+    aligned: bool,
 ) -> Any:
-    """The type of an argument as Triton's launcher specialises it: ones and None are constants, multiples of 16 known."""
+    """The type of an argument as Triton's launcher specialises it: ones and None are constants, 16s known."""
     if isinstance(value, tuple):
         return tuple(_specialise(x, (*path, n), constants, attributes, aligned) for n, x in enumerate(value))
     if isinstance(value, Tensor):

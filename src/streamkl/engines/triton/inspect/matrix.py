@@ -18,7 +18,7 @@ DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 128))
 
 KINDS = ("lse", "paired", "mixture", "backward", "backward_both", "backward_group", "train", "train_group", "queries",
          "queries_group")  # fmt: skip
-"""The engine's functions: ``_both`` with gradients to both sides, ``_group`` of a group mean, ``queries`` deterministic."""
+"""The engine's functions: ``_both`` sides' gradients, ``_group`` means, ``queries`` the deterministic pair."""
 
 TOKENS, HEADS, KV_HEADS = 4096, 16, 4
 

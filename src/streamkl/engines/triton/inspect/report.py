@@ -96,7 +96,10 @@ def _figures(variant: Variant, launch: Any) -> Figures:
 
 
 def _cache() -> Path:
-    root = os.environ.get("STREAMKL_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamkl"
+    root = (
+        os.environ.get("STREAMKL_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamkl"
+    )
     return Path(root) / "kernels"
 
 

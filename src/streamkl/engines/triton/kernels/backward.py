@@ -53,7 +53,7 @@ def _product(
 
 @triton.jit
 def _held_columns(p_k, m_k, stride_d, g0, SIDE: tl.constexpr):
-    """The keys' columns that dQ is made of, in pieces of at most 32, ``([keys, 32], ...)``; 0 where they are not finite."""
+    """The keys' columns that dQ is made of, in pieces ``[keys, 32]`` at most; 0 where they are not finite."""
     WIDTH: tl.constexpr = min(SIDE.grad, 32)
     pieces = ()
     for n in tl.static_range(SIDE.grad // WIDTH):
@@ -113,8 +113,8 @@ def _key_sweep(
             r_l = tl.load(l_b + o_row)
             r_m = tl.load(m_b + o_row)
             r_w = tl.load(weight + o_row)
-        # Rows that are ignored may hold anything. A row that is not finite has nan for a maximum, and so for a derivative;
-        # without its query that stays with the keys that it sees.
+        # Rows that are ignored may hold anything. A row that is not finite has nan for a maximum, and so for its
+        # derivatives; without its query that stays with the keys that it sees.
         m_live = m_q & ~(r_l >= IGNORED)
 
         if GROUP.size == 1:
@@ -165,7 +165,9 @@ def _key_sweep(
                 _add_rows(dq_a + o_row * A.dim, m_live, b_d, b_kag, factor_a, g0_a, A)
         if WANT_B:
             b_d = probabilities(b_b, r_l) * GROUP.size - b_p
-            b_d = derivative(b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, q_b.dtype.element_ty, BOOST_B, B, MASKED)
+            b_d = derivative(
+                b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, q_b.dtype.element_ty, BOOST_B, B, MASKED
+            )
             if B.chunked:
                 b_qb = load_tile(p_q, m_qb, strides_qb[3], g0_b, B.dim, B.grad, True)
             b_dkb = dot_add(tl.trans(b_d), b_qb, b_dkb, B.upcast)
@@ -183,7 +185,7 @@ def keys_kernel(
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, DQ: tl.constexpr, LOSS: tl.constexpr,
     ATOMIC_A: tl.constexpr, ATOMIC_B: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """dK of a block of keys over the ``span`` units of packed heads that read it, and with ``DQ`` their part of dQ.
+    """DK of a block of keys over the ``span`` units of packed heads that read it, and with ``DQ`` their part of dQ.
 
     Of ``pieces`` pieces of a wide gradient's columns it makes one, from ``splits`` shares of the rows it takes one.
     """
@@ -307,7 +309,9 @@ def _query_sweep(
             b_dqa = dot_add(b_d, b_ka, b_dqa, A.upcast)
         if WANT_B:
             b_d = probabilities(b_b, r_l) * GROUP.size - b_p
-            b_d = derivative(b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, p_qb.dtype.element_ty, BOOST_B, B, MASKED)
+            b_d = derivative(
+                b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, p_qb.dtype.element_ty, BOOST_B, B, MASKED
+            )
             if B.chunked:
                 b_kb = load_tile(p_j, m_j, strides_kb[3], g0_b, B.dim, B.grad, MASKED)
                 if MASKED:
@@ -324,7 +328,7 @@ def queries_kernel(
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of packed rows: one of ``pieces`` of its columns, from one of ``splits`` shares of the keys.
+    """DQ of a block of packed rows: one of ``pieces`` of its columns, from one of ``splits`` shares of the keys.
 
     ``dq`` is ``[splits, B, heads, Nq, D]``, the sums of a loss are ``[splits, B, R, Nq]``.
     """

@@ -196,7 +196,7 @@ def mixture_kernel(
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The divergence from the mean of a group's heads, whose rows ``m_a, log2 l_a [B, H, Nq]`` are known: `MixtureState`."""
+    """The divergence from a group's mean, with ``m_a, log2 l_a [B, H, Nq]`` known: `MixtureState` in registers."""
     block, unit, batch, split = my_block(blocks, units, splits)
     block = blocks - 1 - block  # the rows that see most keys first
     batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 0, GROUP.pack, ROWS, MASK)

@@ -1,4 +1,4 @@
-"""A tile of derivatives: what both backward kernels, and the one-sweep training path, compute from a tile of products."""
+"""A tile of derivatives: what both backward kernels, and the training path, compute from a tile of products."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def derivative(
 
 @triton.jit
 def loss_terms(b_p, b_a, b_b, GROUP: tl.constexpr):
-    """``(sum p, sum p [ln p - b])`` of a tile's rows; head by head ``a`` stands for ``ln p``, off by a row constant."""
+    """``(sum p, sum p [ln p - b])`` of a tile's rows; head by head ``a`` stands for ``ln p``, off by a constant."""
     if GROUP.size == 1:
         return tl.sum(b_p, 1), tl.sum(b_p * (b_a - b_b), 1)
     else:

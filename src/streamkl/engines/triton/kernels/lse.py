@@ -61,7 +61,7 @@ def lse_kernel(
     SIDE: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """``(m, ln l) [B, H, Nq]`` of one side; a program owns a block of packed rows, and a share of their keys if split."""
+    """``(m, ln l) [B, H, Nq]`` of one side; a program owns a block of packed rows, if split a share of their keys."""
     block, unit, batch, split = my_block(blocks, units, splits)
     block = blocks - 1 - block  # the rows that see most keys first
     batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 0, GROUP.pack, ROWS, MASK)

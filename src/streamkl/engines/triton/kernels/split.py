@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from streamkl.engines.triton.kernels.forward import store_mixture, store_paired
-from streamkl.engines.triton.kernels.primitives import NONE
+from streamkl.engines.triton.kernels.primitives import NONE, exp
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def merge_lse_kernel(parts, out_m, out_ln_l, splits, rows, BLOCK: tl.constexpr):
         m_i = tl.load(p_part, mask=m_q, other=NONE)
         l_i = tl.load(p_part + splits * step, mask=m_q, other=0.0)
         top = tl.maximum(m, m_i, propagate_nan=tl.PropagateNan.ALL)
-        l = l * tl.exp(m - top) + l_i * tl.exp(m_i - top)
+        l = l * exp(m - top) + l_i * exp(m_i - top)
         m = top
         p_part += step
     m_live = m != NONE
@@ -56,11 +56,11 @@ def merge_paired_kernel(
         acc_i = tl.load(p_part + 4 * field, mask=m_q, other=0.0)
         top_a = tl.maximum(m_a, m_ai, propagate_nan=tl.PropagateNan.ALL)
         top_b = tl.maximum(m_b, m_bi, propagate_nan=tl.PropagateNan.ALL)
-        alpha, alpha_i = tl.exp(m_a - top_a), tl.exp(m_ai - top_a)
+        alpha, alpha_i = exp(m_a - top_a), exp(m_ai - top_a)
         acc = alpha * (acc + l_a * ((m_a - top_a) - (m_b - top_b)))
         acc += alpha_i * (acc_i + l_ai * ((m_ai - top_a) - (m_bi - top_b)))
         l_a = alpha * l_a + alpha_i * l_ai
-        l_b = tl.exp(m_b - top_b) * l_b + tl.exp(m_bi - top_b) * l_bi
+        l_b = exp(m_b - top_b) * l_b + exp(m_bi - top_b) * l_bi
         m_a, m_b = top_a, top_b
         p_part += step
     store_paired(
@@ -88,7 +88,7 @@ def merge_mixture_kernel(parts, out_kl, out_mb, out_lb, splits, rows, BLOCK: tl.
         top = tl.maximum(m_b, m_i, propagate_nan=tl.PropagateNan.ALL)
         acc = acc + tl.where(s != 0, s * (top - m_b), 0.0)
         acc += acc_i + tl.where(s_i != 0, s_i * (top - m_i), 0.0)
-        l_b = l_b * tl.exp(m_b - top) + l_i * tl.exp(m_i - top)
+        l_b = l_b * exp(m_b - top) + l_i * exp(m_i - top)
         s = s + s_i
         m_b = top
         p_part += step
