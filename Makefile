@@ -1,4 +1,4 @@
-.PHONY: install format lint types test test-fast test-oldest fuzz fuzz-triton kernels memory long-context wheel ci
+.PHONY: install format lint types test test-fast test-oldest fuzz fuzz-triton kernels bench memory long-context wheel ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -36,11 +36,18 @@ fuzz-triton:  ## 1,000 small problems in Triton's interpreter
 kernels:  ## every Triton kernel compiled for every target; fails on a broken budget
 	streamkl kernels --check
 
+bench:  ## every figure of docs/performance.md, about an hour; what is there already is kept
+	streamkl bench run forward training eager dtypes threads models long --output benchmarks/results/cpu.jsonl --resume
+	streamkl bench plot benchmarks/results/cpu.jsonl --output docs/images
+
 memory:  ## measures, and draws docs/images/memory.png
-	python benchmarks/memory.py
+	rm -f benchmarks/results/memory.jsonl
+	streamkl bench run memory --output benchmarks/results/memory.jsonl
+	streamkl bench plot benchmarks/results/memory.jsonl --output docs/images
 
 long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
-	python benchmarks/memory.py --backend tiled --tokens 131072 --limit-mb 1500
+	streamkl bench run --shape 1x1x131072x64 --dtype float32 --direction training --backend tiled \
+		--contestants streamkl --isolated --limit-mb 1500
 
 wheel:
 	python -m build --wheel

@@ -64,6 +64,25 @@ ALLOWED = {
 }
 """The modules of the core, and what of the package each may import."""
 
+BENCH = {
+    "__init__": set(),
+    "models": set(),
+    "baselines": set(),
+    "products": {"engines.cpu"},
+    "cells": {"testing"},
+    "suites": {"bench.cells", "bench.models", "testing"},
+    "contestants": {"engines", "engines.cpu", "problem", "bench", "bench.cells", "bench.products"},
+    "gate": {"bench.cells", "testing"},
+    "measure": {"bench.cells"},
+    "isolated": {"bench.cells", "bench.contestants"},
+    "machine": {"engines"},
+    "records": {"bench.cells"},
+    "report": {"bench.cells", "bench.records"},
+    "plots": {"bench.cells", "bench.records", "bench.report"},
+    "run": {"bench", "bench.cells", "bench.contestants", "bench.records", "bench.suites"},
+}
+"""The modules of the benchmark, and what each may import besides the public functions."""
+
 
 def imports(path: Path) -> set[str]:
     """The modules of the package that a file imports, anywhere in it."""
@@ -84,14 +103,28 @@ def test_the_core_imports_only_what_lies_below_it() -> None:
 
 
 def test_every_core_module_has_a_rule() -> None:
-    core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in ("cli", "testing")}
+    apart = ("bench", "cli", "testing")
+    core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in apart}
     assert core == set(ALLOWED)
 
 
-def test_nothing_imports_testing_but_the_doctor() -> None:
+def test_the_benchmark_imports_only_what_lies_below_it_and_the_core_does_not_import_it() -> None:
+    assert {path.stem for path in (ROOT / "bench").glob("*.py")} == set(BENCH)
+    for name, allowed in BENCH.items():
+        found = imports(ROOT / "bench" / f"{name}.py") - {"streamkl"}
+        assert found <= {f"streamkl.{module}" for module in allowed}, name
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if any(name.startswith("streamkl.bench") for name in imports(path)) and path.parent.name != "bench"
+    }
+    assert importers == {"cli/bench.py"}
+
+
+def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
     importers = {
         str(path.relative_to(ROOT))
         for path in ROOT.rglob("*.py")
         if any(name.startswith("streamkl.testing") for name in imports(path)) and path.parent.name != "testing"
     }
-    assert importers == {"cli/doctor.py"}
+    assert importers == {"cli/doctor.py", "bench/cells.py", "bench/gate.py", "bench/suites.py"}

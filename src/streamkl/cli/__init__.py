@@ -8,9 +8,14 @@ from pathlib import Path
 
 import typer
 
+from streamkl.cli import bench
+
 app = typer.Typer(
     help="Attention distillation by KL divergence, tile by tile.", no_args_is_help=True, add_completion=False
 )
+
+
+app.add_typer(bench.app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -57,7 +57,7 @@ class Errors(NamedTuple):
 
 
 def evaluate(function: Callable[..., Tensor], tensors: dict[str, Tensor], case: Case, **options: Any) -> Results:
-    """Runs a function with the signature of ``attention_kl`` forward and backward.
+    """Runs a function with the signature of ``attention_kl`` forward, and backward if the case wants gradients.
 
     Args:
         function: What to run.
@@ -67,17 +67,19 @@ def evaluate(function: Callable[..., Tensor], tensors: dict[str, Tensor], case: 
     """
     leaves = {name: x.detach().requires_grad_(name in case.wanted) for name, x in tensors.items()}
     loss = function(**leaves, **options)
+    if not case.wanted:
+        return Results(loss, {})
     gradients = torch.autograd.grad(loss, [leaves[name] for name in case.wanted], case.upstream.to(loss.dtype))
     return Results(loss.detach(), dict(zip(case.wanted, gradients, strict=True)))
 
 
-def check_accuracy(case: Case, backend: str = "auto", deterministic: bool | None = None) -> Errors:
+def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Tensor] | None = None) -> Errors:
     """Runs a case on an engine and holds it to the rule.
 
     Args:
         case: From `random_case`.
         backend: The engine.
-        deterministic: As in ``attention_kl``.
+        function: What to hold to the rule instead of ``streamkl.attention_kl``: called with the same arguments.
 
     Returns:
         Errors and bounds; the engine passes if ``worst <= 1``.
@@ -87,10 +89,8 @@ def check_accuracy(case: Case, backend: str = "auto", deterministic: bool | None
         >>> check_accuracy(random_case(7)).worst <= 1
         True
     """
-    ours = evaluate(
-        streamkl.attention_kl, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend=backend,
-        deterministic=deterministic,
-    ).named()  # fmt: skip
+    function = streamkl.attention_kl if function is None else function
+    ours = evaluate(function, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend=backend).named()
     case = case.to("cpu")  # not every device has float64
     ours = {name: x.cpu() for name, x in ours.items()}
     exact = evaluate(reference.attention_kl, case.clean(torch.float64), case, **case.options).named()

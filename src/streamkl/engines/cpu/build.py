@@ -24,6 +24,7 @@ import torch
 SOURCES = Path(__file__).parent
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
+    "-ffp-contract=off",
 )  # fmt: skip
 CAPABILITY_FLAGS = {
     "AVX512": (
@@ -106,14 +107,22 @@ def build(force: bool = False) -> Path:
 
 def _flags() -> tuple[str, ...]:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    return (*FLAGS, *CAPABILITY_FLAGS.get(capability(), ()), abi)
+    rounding = ("-mavx512bf16",) if capability() == "AVX512" and _has("avx512_bf16") else ()
+    return (*FLAGS, *CAPABILITY_FLAGS.get(capability(), ()), *rounding, abi)
+
+
+@functools.cache
+def _has(feature: str) -> bool:
+    """Whether the CPU has a feature, by the name that Linux gives it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return any(feature in line.split() for line in lines if line.startswith("flags"))
 
 
 def _compile(target: Path) -> None:
     root = Path(torch.__file__).parent
     includes = (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")
     command = [
-        str(compiler()), *_flags(), *(f"-I{path}" for path in includes), str(SOURCES / "kernels.cpp"),
+        str(compiler()), *_flags(), *(f"-I{path}" for path in includes), *map(str, sorted(SOURCES.glob("*.cpp"))),
         "-o", str(target), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,5 @@
 // The sweeps of tiled.py over the tiles of tile.h, and their registration as operators.
+#include "rows.h"
 #include "tile.h"
 
 #include <ATen/Parallel.h>
@@ -7,6 +8,8 @@
 #include <atomic>
 #include <numeric>
 #include <tuple>
+
+#include <xmmintrin.h>
 
 namespace streamkl::cpu {
 namespace {
@@ -21,17 +24,19 @@ struct Sequence {
 struct Block {
   Sequence seq;
   int64_t i0, i1, j0, j1;
+  int64_t first_row() const { return seq.q_start + i0; }
+  int64_t rows() const { return i1 - i0; }
 };
 
-std::vector<Block> blocks_of(const Sequence& seq, const Window& window) {
+std::vector<Block> blocks_of(const Sequence& seq, const Window& window, int64_t rows) {
   std::vector<Block> blocks;
   if (seq.k_len == 0) return blocks;
   const int64_t first = window.right < 0 ? 0 : std::max<int64_t>(0, -seq.diagonal - window.right);
   const int64_t last = window.left < 0 ? seq.q_len : std::min(seq.q_len, seq.k_len - seq.diagonal + window.left);
-  for (int64_t i0 = first; i0 < last; i0 += kBlockQ) {
-    const int64_t i1 = std::min(i0 + kBlockQ, last);
-    const int64_t j0 = window.left < 0 ? 0 : std::max<int64_t>(0, i0 + seq.diagonal - window.left);
-    const int64_t j1 = window.right < 0 ? seq.k_len : std::min(seq.k_len, i1 + seq.diagonal + window.right);
+  for (int64_t i0 = first; i0 < last; i0 += rows) {
+    const int64_t i1 = std::min(i0 + rows, last);
+    const int64_t j0 = std::max<int64_t>(0, window.first(i0 + seq.diagonal));
+    const int64_t j1 = std::min(seq.k_len, window.last(i1 - 1 + seq.diagonal));
     blocks.push_back({seq, i0, i1, j0, j1});
   }
   return blocks;
@@ -45,155 +50,10 @@ std::vector<Sequence> sequences_of(const Tensor& table) {
   return sequences;
 }
 
-std::vector<Block> all_blocks(const Tensor& table, const Window& window) {
-  std::vector<Block> blocks;
-  for (const auto& seq : sequences_of(table))
-    for (const auto& block : blocks_of(seq, window)) blocks.push_back(block);
-  return blocks;
-}
-
-// Whether this CPU multiplies a dtype as it is; elsewhere it is multiplied in float32.
-bool native(at::ScalarType dtype) { return dtype == at::kFloat || at::native::cpublas::could_pack(dtype); }
-
-std::unique_ptr<Side> side_of(const Tensor& q, const Tensor& k, double scale, bool relu) {
-  const auto s = static_cast<float>(scale);
-  const bool as_is = native(q.scalar_type());
-  switch (q.scalar_type()) {
-    case at::kBFloat16:
-      if (as_is) return std::make_unique<TypedSide<at::BFloat16, at::BFloat16>>(q, k, s, relu);
-      return std::make_unique<TypedSide<at::BFloat16, float>>(q, k, s, relu);
-    case at::kHalf:
-      if (as_is) return std::make_unique<TypedSide<at::Half, at::Half>>(q, k, s, relu);
-      return std::make_unique<TypedSide<at::Half, float>>(q, k, s, relu);
-    case at::kFloat:
-      return std::make_unique<TypedSide<float, float>>(q, k, s, relu);
-    default:
-      TORCH_CHECK(false, "streamkl cpu engine: unsupported dtype ", q.scalar_type());
-  }
-}
-
-// Runs work(worker) on every thread; a worker takes tasks until there are none left.
-template <typename Worker>
-void on_all_threads(int64_t tasks, const Worker& work) {
-  if (tasks == 0) return;
-  std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) work([&]() -> int64_t {
-        const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
-        return task < tasks ? task : -1;
-      });
-    at::native::cpublas::brgemm_release();
-  });
-}
-
-// Sixteen floats at any address: a maximum that keeps its meaning for nan is not vectorised from a plain loop.
-using Lanes = float __attribute__((vector_size(64), aligned(4), may_alias));
-
-// Scales a row's products and applies the relu; returns the largest logit.
-template <bool relu>
-inline float finish_logits(float* x, int64_t n, float scale) {
-  Lanes top = Lanes{} - kInf;
-  int64_t j = 0;
-  for (; j + 16 <= n; j += 16) {
-    auto* lanes = reinterpret_cast<Lanes*>(x + j);
-    Lanes v = *lanes * scale;
-    if constexpr (relu) v = v < 0.0f ? Lanes{} : v;
-    *lanes = v;
-    top = v > top ? v : top;
-  }
-  float m = -kInf;
-  for (; j < n; j++) {
-    float v = x[j] * scale;
-    if constexpr (relu) v = v < 0.0f ? 0.0f : v;
-    x[j] = v;
-    m = v > m ? v : m;
-  }
-  for (int l = 0; l < 16; l++) m = top[l] > m ? top[l] : m;
-  return m;
-}
-
-inline float finish_logits(float* x, int64_t n, float scale, bool relu) {
-  return relu ? finish_logits<true>(x, n, scale) : finish_logits<false>(x, n, scale);
-}
-
-inline float shrink(float m, float merged) { return m == -kInf ? 0.0f : exp_(m - merged); }
-
-struct LogSumExp {
-  float m = -kInf, l = 0.0f;
-
-  void update(float* x, int64_t n, float scale, bool relu) {
-    const float top = std::max(m, finish_logits(x, n, scale, relu));
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < n; j++) sum += exp_(x[j] - top);
-    l = l * shrink(m, top) + sum;
-    m = top;
-  }
-};
-
-struct PairedState {
-  float m_a = -kInf, l_a = 0.0f, m_b = -kInf, l_b = 0.0f, acc = 0.0f;
-
-  void update(float* a, float* b, int64_t n, const Side& side_a, const Side& side_b) {
-    const float top_a = std::max(m_a, finish_logits(a, n, side_a.scale, side_a.relu));
-    const float top_b = std::max(m_b, finish_logits(b, n, side_b.scale, side_b.relu));
-    float sum_a = 0.0f, sum_b = 0.0f, sum = 0.0f;
-#pragma omp simd reduction(+ : sum_a, sum_b, sum)
-    for (int64_t j = 0; j < n; j++) {
-      const float da = a[j] - top_a, db = b[j] - top_b, weight = exp_(da);
-      sum_a += weight;
-      sum_b += exp_(db);
-      sum += weight * (da - db);
-    }
-    const float alpha = shrink(m_a, top_a), beta = shrink(m_b, top_b);
-    if (l_a != 0.0f) acc = alpha * (acc + l_a * ((m_a - top_a) - (m_b - top_b)));
-    acc += sum;
-    l_a = alpha * l_a + sum_a;
-    l_b = beta * l_b + sum_b;
-    m_a = top_a;
-    m_b = top_b;
-  }
-
-  float mean() const { return acc / l_a; }
-  float kl() const { return mean() + std::log(l_b / l_a); }
-};
-
-struct MixtureState {
-  float m_b = -kInf, l_b = 0.0f, s = 0.0f, acc = 0.0f;
-
-  void update(const float* p, float* b, int64_t n, const Side& side_b) {
-    const float top = std::max(m_b, finish_logits(b, n, side_b.scale, side_b.relu));
-    float sum_b = 0.0f, sum_p = 0.0f, sum = 0.0f;
-#pragma omp simd reduction(+ : sum_b, sum_p, sum)
-    for (int64_t j = 0; j < n; j++) {
-      const float db = b[j] - top;
-      sum_b += exp_(db);
-      sum_p += p[j];
-      sum += p[j] == 0.0f ? 0.0f : p[j] * (log_(p[j]) - db);
-    }
-    if (s != 0.0f) acc += s * (top - m_b);
-    acc += sum;
-    s += sum_p;
-    l_b = l_b * shrink(m_b, top) + sum_b;
-    m_b = top;
-  }
-
-  float kl() const { return s == 0.0f ? 0.0f : acc / s + std::log(l_b / s); }
-};
-
-// Row vectors [B, heads, Nq], contiguous.
-struct Rows {
-  float* data;
-  int64_t heads, nq;
-  explicit Rows(const Tensor& x) : data(x.data_ptr<float>()), heads(x.size(1)), nq(x.size(2)) {}
-  float* at(const Block& block, int64_t head) const {
-    return data + (block.seq.batch * heads + head) * nq + block.seq.q_start + block.i0;
-  }
-};
-
-Tensor rows_like(const Tensor& q, int64_t heads, float value) {
-  return at::full({q.size(0), heads, q.size(2)}, value, q.options().dtype(at::kFloat));
+// How many rows are taken at once: fewer where a group of heads is, so that what they take fits the caches.
+int64_t rows_at_once(const Side& a, int64_t group) {
+  const int64_t fit = (int64_t(2) << 20) / (a.bytes_of_row() * group);
+  return std::clamp(fit / kStrip * kStrip, kStrip, kBlockQ);
 }
 
 struct Tile {
@@ -207,44 +67,168 @@ void each_tile(const Block& block, const Visit& visit) {
   for (int64_t j0 = block.j0; j0 < block.j1; j0 += kBlockK) visit(Tile{j0, std::min(j0 + kBlockK, block.j1)});
 }
 
-inline int64_t first_row(const Block& block) { return block.seq.q_start + block.i0; }
-inline int64_t row_count(const Block& block) { return block.i1 - block.i0; }
+// Visits the strips of a block that see keys of a tile, and the part of the tile that holds them. Strips that see none
+// are visited with an empty part if they are wanted.
+template <typename Visit>
+void each_part(const Block& block, const Tile& tile, const Window& window, bool want_empty, const Visit& visit) {
+  for (int64_t i = 0; i < block.rows(); i += kStrip) {
+    const int64_t end = std::min(i + kStrip, block.rows()), diagonal = block.i0 + block.seq.diagonal;
+    const int64_t first = std::max(window.first(i + diagonal), tile.j0) - tile.j0;
+    const int64_t last = std::min(window.last(end - 1 + diagonal), tile.j1) - tile.j0;
+    if (first < last) {
+      visit(Part{i, end, first / kStrip * kStrip, std::min(round_up(last, kStrip), round_up(tile.keys(), kLanes))});
+    } else if (want_empty) {
+      visit(Part{i, end, 0, 0});
+    }
+  }
+}
 
-void take(Side& side, const Block& block, const Tile& tile, int64_t head, bool rows, bool for_gradient) {
-  if (rows) side.take_rows(block.seq.batch, head, first_row(block), row_count(block), for_gradient);
-  side.take_keys(block.seq.batch, head, tile.key(block), tile.keys(), for_gradient);
+// Visits a part sixteen rows at a time: visit(i, span) with the first row's place in the block.
+template <typename Visit>
+STREAMKL_INLINE void each_group(const Block& block, const Tile& tile, const Window& window, const Part& part, const Visit& visit) {
+  for (int64_t i = part.i0; i < part.i1; i += kLanes) {
+    const int64_t j1 = std::min(tile.j0 + part.j1, tile.j1);
+    visit(i, window.span(block.i0 + i + block.seq.diagonal, tile.j0 + part.j0, j1, tile.j0));
+  }
+}
+
+// Whether this CPU multiplies a dtype as it is; elsewhere it is multiplied in float32.
+bool native(at::ScalarType dtype) { return dtype == at::kFloat || at::native::cpublas::could_pack(dtype); }
+
+std::unique_ptr<Side> side_of(const Tensor& q, const Tensor& k, double scale, bool relu) {
+  const bool as_is = native(q.scalar_type());
+  switch (q.scalar_type()) {
+    case at::kBFloat16:
+      if (as_is) return std::make_unique<TypedSide<at::BFloat16, at::BFloat16>>(q, k, scale, relu);
+      return std::make_unique<TypedSide<at::BFloat16, float>>(q, k, scale, relu);
+    case at::kHalf:
+      if (as_is) return std::make_unique<TypedSide<at::Half, at::Half>>(q, k, scale, relu);
+      return std::make_unique<TypedSide<at::Half, float>>(q, k, scale, relu);
+    case at::kFloat:
+      return std::make_unique<TypedSide<float, float>>(q, k, scale, relu);
+    default:
+      TORCH_CHECK(false, "streamkl cpu engine: unsupported dtype ", q.scalar_type());
+  }
+}
+
+// Calls work with the precision that the sides' dtypes ask for, and with their relus, as types.
+template <typename Work>
+auto dispatch(bool fast, bool relu_a, bool relu_b, const Work& work) {
+  const auto with = [&](auto precision) {
+    const auto with_a = [&](auto a) { return relu_b ? work(precision, a, std::true_type{}) : work(precision, a, std::false_type{}); };
+    return relu_a ? with_a(std::true_type{}) : with_a(std::false_type{});
+  };
+  if (fast) return with(std::integral_constant<Precision, Precision::kFast>{});
+  return with(std::integral_constant<Precision, Precision::kExact>{});
+}
+
+bool fast(const Tensor& a, const Tensor& b) { return a.scalar_type() != at::kFloat && b.scalar_type() != at::kFloat; }
+
+// Weights far below the largest one would otherwise be denormal, which costs a hundred times as much as they are worth.
+class FlushDenormals {
+ public:
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+
+ private:
+  const unsigned saved_;
+};
+
+// Runs work(next) on every thread; next() gives a task, or -1 when there are none left.
+template <typename Work>
+void on_all_threads(int64_t tasks, const Work& work) {
+  if (tasks == 0) return;
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) work([&]() -> int64_t {
+        const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+        return task < tasks ? task : -1;
+      });
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+// Row vectors [B, heads, Nq], contiguous.
+struct Rows {
+  float* data;
+  int64_t heads, nq;
+  explicit Rows(const Tensor& x) : data(x.data_ptr<float>()), heads(x.size(1)), nq(x.size(2)) {}
+  float* at(const Block& block, int64_t head) const {
+    return data + (block.seq.batch * heads + head) * nq + block.first_row();
+  }
+};
+
+Tensor rows_like(const Tensor& q, int64_t heads, float value) {
+  return at::full({q.size(0), heads, q.size(2)}, value, q.options().dtype(at::kFloat));
+}
+
+// A block's share of row vectors, in whole lanes: rows after the last one have 0.
+struct Row {
+  alignas(64) float data[kBlockQ];
+  void take(const float* from, int64_t rows, float factor = 1.0f) {
+    for (int64_t i = 0; i < rows; i++) data[i] = from[i] * factor;
+    std::fill(data + rows, data + round_up(rows, kLanes), 0.0f);
+  }
+  Lanes operator[](int64_t i) const { return load(data + i); }
+};
+
+// ln p = (logit - m) - ln_l.
+struct Normaliser {
+  Row m, ln_l;
+  void take(const Block& block, int64_t head, const Rows& from_m, const Rows& from_ln_l) {
+    m.take(from_m.at(block, head), block.rows());
+    ln_l.take(from_ln_l.at(block, head), block.rows());
+  }
+};
+
+// Writes a row's normaliser. A row whose logits are all -inf has nan.
+void write(float m, float l, const Tensor& to_m, const Tensor& to_ln_l, const Block& block, int64_t head, int64_t i) {
+  Rows(to_m).at(block, head)[i] = m == -kInf ? NAN : m;
+  Rows(to_ln_l).at(block, head)[i] = std::log(l);
+}
+
+// Runs the tasks of a forward sweep, a block of rows and a head each: sweep(block, head) of what make() makes a thread.
+template <typename Make>
+void each_block(const Tensor& table, const Window& window, int64_t rows, int64_t heads, bool fast, const Make& make) {
+  std::vector<Block> blocks;
+  for (const auto& seq : sequences_of(table))
+    for (const auto& block : blocks_of(seq, window, rows)) blocks.push_back(block);
+  const int64_t count = blocks.size();
+  on_all_threads(count * heads, [&](const auto& next) {
+    std::unique_ptr<FlushDenormals> flush(fast ? new FlushDenormals : nullptr);
+    auto sweep = make();
+    // The last rows of a causal problem have the most to do, so they come first.
+    for (int64_t task; (task = next()) >= 0;) sweep(blocks[count - 1 - task % count], task / count);
+  });
 }
 
 std::tuple<Tensor, Tensor> logsumexp(
     const Tensor& q, const Tensor& k, const Tensor& table, double scale, bool relu, int64_t left, int64_t right) {
   const Window window{left, right};
-  const auto blocks = all_blocks(table, window);
-  auto m = rows_like(q, q.size(1), -kInf), ln_l = rows_like(q, q.size(1), 0.0f);
-  const Rows m_rows(m), ln_l_rows(ln_l);
-  const int64_t count = blocks.size();
-  on_all_threads(count * q.size(1), [&](const auto& next) {
-    const auto side = side_of(q, k, scale, relu);
-    std::vector<float> x(kBlockQ * kBlockK);
-    for (int64_t task; (task = next()) >= 0;) {
-      const Block& block = blocks[count - 1 - task % count];
-      const int64_t head = task / count;
-      std::vector<LogSumExp> state(row_count(block));
-      bool first = true;
+  const int64_t heads = q.size(1);
+  const bool quick = fast(q, q);
+  auto m = rows_like(q, heads, -kInf), ln_l = rows_like(q, heads, 0.0f);
+  const auto update = dispatch(quick, false, relu, [](auto precision, auto, auto with_relu) {
+    return &LogSumExp::update<precision(), with_relu()>;
+  });
+  const auto factor = static_cast<float>(scale);
+  each_block(table, window, kBlockQ, heads, quick, [&] {
+    return [&, side = side_of(q, k, scale, relu), x = Buffer<float>(kBlockK * kStrip)](const Block& block, int64_t head) {
+      LogSumExp state[kBlockQ / kLanes];
+      side->take_rows(0, block.seq.batch, head, block.first_row(), block.rows(), false);
       each_tile(block, [&](const Tile& tile) {
-        take(*side, block, tile, head, first, false);
-        first = false;
-        side->product(x.data());
-        for (int64_t i = 0; i < row_count(block); i++) {
-          const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
-          if (run.first < run.last)
-            state[i].update(x.data() + i * kBlockK + run.first, run.last - run.first, side->scale, side->relu);
-        }
+        side->take_keys(block.seq.batch, side->kv_head(head), tile.key(block), tile.keys(), false);
+        each_part(block, tile, window, false, [&](const Part& part) {
+          side->product(0, part, x.data());
+          each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+            (state[i / kLanes].*update)(x.data() + i - part.i0, kStrip, span, factor);
+          });
+        });
       });
-      for (int64_t i = 0; i < row_count(block); i++) {
-        m_rows.at(block, head)[i] = state[i].m == -kInf ? NAN : state[i].m;
-        ln_l_rows.at(block, head)[i] = std::log(state[i].l);
-      }
-    }
+      for (int64_t i = 0; i < block.rows(); i++)
+        write(state[i / kLanes].m[i % kLanes], state[i / kLanes].l[i % kLanes], m, ln_l, block, head, i);
+    };
   });
   return {m, ln_l};
 }
@@ -253,99 +237,137 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, double a_scale,
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
   const Window window{left, right};
-  const auto blocks = all_blocks(table, window);
-  const int64_t heads = b_q.size(1), count = blocks.size();
+  const int64_t heads = b_q.size(1);
+  const bool quick = fast(a_q, b_q);
   auto kl = rows_like(b_q, heads, 0.0f), mean = rows_like(b_q, heads, 0.0f);
   auto m_a = rows_like(b_q, heads, -kInf), ln_l_a = rows_like(b_q, heads, 0.0f);
   auto m_b = rows_like(b_q, heads, -kInf), ln_l_b = rows_like(b_q, heads, 0.0f);
-  on_all_threads(count * heads, [&](const auto& next) {
-    const auto a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu);
-    std::vector<float> xa(kBlockQ * kBlockK), xb(kBlockQ * kBlockK);
-    for (int64_t task; (task = next()) >= 0;) {
-      const Block& block = blocks[count - 1 - task % count];
-      const int64_t r = task / count, rows = row_count(block);
-      std::vector<PairedState> state(rows);
-      bool first = true;
+  const auto update = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
+    return &PairedState::update<precision(), relu_a(), relu_b()>;
+  });
+  const auto factor_a = static_cast<float>(a_scale), factor_b = static_cast<float>(b_scale);
+  each_block(table, window, kBlockQ, heads, quick, [&] {
+    return [&, a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu),
+            xa = Buffer<float>(kBlockK * kStrip), xb = Buffer<float>(kBlockK * kStrip)](const Block& block, int64_t r) {
+      PairedState state[kBlockQ / kLanes];
+      a->take_rows(0, block.seq.batch, r, block.first_row(), block.rows(), false);
+      b->take_rows(0, block.seq.batch, r, block.first_row(), block.rows(), false);
       each_tile(block, [&](const Tile& tile) {
-        take(*a, block, tile, r, first, false);
-        take(*b, block, tile, r, first, false);
-        first = false;
-        a->product(xa.data());
-        b->product(xb.data());
-        for (int64_t i = 0; i < rows; i++) {
-          const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
-          const int64_t at = i * kBlockK + run.first;
-          if (run.first < run.last) state[i].update(xa.data() + at, xb.data() + at, run.last - run.first, *a, *b);
-        }
+        a->take_keys(block.seq.batch, a->kv_head(r), tile.key(block), tile.keys(), false);
+        b->take_keys(block.seq.batch, b->kv_head(r), tile.key(block), tile.keys(), false);
+        each_part(block, tile, window, false, [&](const Part& part) {
+          a->product(0, part, xa.data());
+          b->product(0, part, xb.data());
+          each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+            const int64_t at = i - part.i0;
+            (state[i / kLanes].*update)(xa.data() + at, xb.data() + at, kStrip, span, factor_a, factor_b);
+          });
+        });
       });
-      for (int64_t i = 0; i < rows; i++) {
-        Rows(kl).at(block, r)[i] = state[i].kl();
-        Rows(mean).at(block, r)[i] = state[i].mean();
-        Rows(m_a).at(block, r)[i] = state[i].m_a == -kInf ? NAN : state[i].m_a;
-        Rows(m_b).at(block, r)[i] = state[i].m_b == -kInf ? NAN : state[i].m_b;
-        Rows(ln_l_a).at(block, r)[i] = std::log(state[i].l_a);
-        Rows(ln_l_b).at(block, r)[i] = std::log(state[i].l_b);
+      for (int64_t i = 0; i < block.rows(); i++) {
+        const PairedState& rows = state[i / kLanes];
+        const int64_t l = i % kLanes;
+        const float mu = rows.acc[l] / rows.l_a[l];
+        Rows(mean).at(block, r)[i] = mu;
+        Rows(kl).at(block, r)[i] = mu + std::log(rows.l_b[l] / rows.l_a[l]);
+        write(rows.m_a[l], rows.l_a[l], m_a, ln_l_a, block, r, i);
+        write(rows.m_b[l], rows.l_b[l], m_b, ln_l_b, block, r, i);
       }
-    }
+    };
   });
   return {kl, mean, m_a, ln_l_a, m_b, ln_l_b};
 }
 
-// p[rows, keys]: the mean over the heads of a that distribution r is compared with.
-void target(
-    Side& a, const Block& block, const Tile& tile, const Window& window, int64_t r, int64_t group, const Rows& m_a,
-    const Rows& ln_l_a, float* x, float* p) {
-  const int64_t rows = row_count(block);
-  for (int64_t head = r * group; head < (r + 1) * group; head++) {
-    take(a, block, tile, head, true, false);
-    a.product(x);
-    const float *m = m_a.at(block, head), *ln_l = ln_l_a.at(block, head);
-    const bool first = head == r * group;
-    const float mean = 1.0f / static_cast<float>(group);
-    for (int64_t i = 0; i < rows; i++) {
-      const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
-      float *xi = x + i * kBlockK, *pi = p + i * kBlockK;
-      finish_logits(xi + run.first, run.last - run.first, a.scale, a.relu);
-      for (int64_t j = run.first; j < run.last; j++) {
-        const float value = exp_((xi[j] - m[i]) - ln_l[i]);
-        pi[j] = first ? value * mean : pi[j] + value * mean;
-      }
+// The heads of a that a distribution is compared with: their rows taken once a block, and p[keys, rows], their mean.
+class Target {
+ public:
+  Target(std::unique_ptr<Side> a, int64_t group, bool fast)
+      : a_(std::move(a)), group_(group), factor_(static_cast<float>(a_->scale)),
+        x_(kBlockK * kStrip), norm_(group) {
+    add_ = dispatch(fast, false, a_->relu, [](auto precision, auto, auto relu) { return &add<precision(), relu()>; });
+  }
+
+  void take_rows(const Block& block, int64_t r, const Rows& m, const Rows& ln_l) {
+    for (int64_t n = 0; n < group_; n++) {
+      const int64_t head = r * group_ + n;
+      a_->take_rows(n, block.seq.batch, head, block.first_row(), block.rows(), false);
+      norm_[n].take(block, head, m, ln_l);
     }
   }
-}
+
+  // All parts of a tile at once, p[part][keys, rows]: the keys of a key head are taken once for all its heads.
+  void compute(const Block& block, const Tile& tile, const Window& window, int64_t r, float* p) {
+    for (int64_t n = 0; n < group_; n++) {
+      const int64_t kv = a_->kv_head(r * group_ + n);
+      if (n == 0 || kv != a_->kv_head(r * group_ + n - 1)) a_->take_keys(block.seq.batch, kv, tile.key(block), tile.keys(), false);
+      each_part(block, tile, window, false, [&](const Part& part) {
+        a_->product(n, part, x_.data());
+        each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+          const int64_t at = i - part.i0;
+          add_(x_.data() + at, p + part.i0 * kBlockK + at, span, factor_, norm_[n], i, 1.0f / static_cast<float>(group_), n == 0);
+        });
+      });
+    }
+  }
+
+ private:
+  template <Precision precision, bool relu>
+  static void add(const float* x, float* p, const Span& span, float factor, const Normaliser& norm, int64_t i, float mean, bool first) {
+    const Lanes scale = splat(factor), m = norm.m[i], ln_l = norm.ln_l[i];
+    Span all = span;  // p has a value wherever some row of the sixteen sees a key
+    all.full_begin = span.begin;
+    all.full_end = span.end;
+    each_key(all, [&](int64_t j, auto, int) {
+      const Lanes value = mean * exponential<precision>((logit<relu>(load(x + j * kStrip), scale) - m) - ln_l);
+      store(p + j * kStrip, first ? value : load(p + j * kStrip) + value);
+    });
+  }
+
+  std::unique_ptr<Side> a_;
+  const int64_t group_;
+  const float factor_;
+  Buffer<float> x_;
+  std::vector<Normaliser> norm_;
+  void (*add_)(const float*, float*, const Span&, float, const Normaliser&, int64_t, float, bool);
+};
 
 std::tuple<Tensor, Tensor, Tensor> mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, const Tensor& m_a,
     const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
   const Window window{left, right};
-  const auto blocks = all_blocks(table, window);
-  const int64_t heads = b_q.size(1), group = a_q.size(1) / heads, count = blocks.size();
+  const int64_t heads = b_q.size(1), group = a_q.size(1) / heads;
+  const bool quick = fast(a_q, b_q);
   auto kl = rows_like(b_q, heads, 0.0f), m_b = rows_like(b_q, heads, -kInf), ln_l_b = rows_like(b_q, heads, 0.0f);
-  on_all_threads(count * heads, [&](const auto& next) {
-    const auto a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu);
-    std::vector<float> xa(kBlockQ * kBlockK), xb(kBlockQ * kBlockK), p(kBlockQ * kBlockK);
-    for (int64_t task; (task = next()) >= 0;) {
-      const Block& block = blocks[count - 1 - task % count];
-      const int64_t r = task / count, rows = row_count(block);
-      std::vector<MixtureState> state(rows);
-      bool first = true;
+  const auto update = dispatch(quick, false, b_relu, [](auto precision, auto, auto relu) {
+    return &MixtureState::update<precision(), relu()>;
+  });
+  const auto factor = static_cast<float>(b_scale);
+  const int64_t rows = rows_at_once(*side_of(a_q, a_k, a_scale, a_relu), group);
+  each_block(table, window, rows, heads, quick, [&] {
+    return [&, target = Target(side_of(a_q, a_k, a_scale, a_relu), group, quick), b = side_of(b_q, b_k, b_scale, b_relu),
+            x = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(kBlockK * kBlockQ)](const Block& block, int64_t r) mutable {
+      MixtureState state[kBlockQ / kLanes];
+      target.take_rows(block, r, Rows(m_a), Rows(ln_l_a));
+      b->take_rows(0, block.seq.batch, r, block.first_row(), block.rows(), false);
       each_tile(block, [&](const Tile& tile) {
-        target(*a, block, tile, window, r, group, Rows(m_a), Rows(ln_l_a), xa.data(), p.data());
-        take(*b, block, tile, r, first, false);
-        first = false;
-        b->product(xb.data());
-        for (int64_t i = 0; i < rows; i++) {
-          const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
-          const int64_t at = i * kBlockK + run.first;
-          if (run.first < run.last) state[i].update(p.data() + at, xb.data() + at, run.last - run.first, *b);
-        }
+        target.compute(block, tile, window, r, p.data());
+        b->take_keys(block.seq.batch, b->kv_head(r), tile.key(block), tile.keys(), false);
+        each_part(block, tile, window, false, [&](const Part& part) {
+          b->product(0, part, x.data());
+          each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+            const int64_t at = i - part.i0;
+            (state[i / kLanes].*update)(p.data() + part.i0 * kBlockK + at, x.data() + at, kStrip, span, factor);
+          });
+        });
       });
-      for (int64_t i = 0; i < rows; i++) {
-        Rows(kl).at(block, r)[i] = state[i].m_b == -kInf ? NAN : state[i].kl();
-        Rows(m_b).at(block, r)[i] = state[i].m_b == -kInf ? NAN : state[i].m_b;
-        Rows(ln_l_b).at(block, r)[i] = std::log(state[i].l_b);
+      for (int64_t i = 0; i < block.rows(); i++) {
+        const MixtureState& row = state[i / kLanes];
+        const int64_t l = i % kLanes;
+        const float divergence = row.s[l] == 0.0f ? 0.0f : row.acc[l] / row.s[l] + std::log(row.l_b[l] / row.s[l]);
+        Rows(kl).at(block, r)[i] = row.m_b[l] == -kInf ? NAN : divergence;
+        write(row.m_b[l], row.l_b[l], m_b, ln_l_b, block, r, i);
       }
-    }
+    };
   });
   return {kl, m_b, ln_l_b};
 }
@@ -356,27 +378,37 @@ struct Unit {
   int64_t first, last;
 };
 
-// Float gradients of one side: dQ whole, dK^T once for each share of a unit's rows.
+// Gradients of one side: dQ whole, dK in floats once for each share of a unit's rows, its width padded.
 struct SideGradient {
   Tensor q, k;
-  SideGradient(const Tensor& q_, const Tensor& k_, int64_t shares)
-      : q(at::zeros(q_.sizes(), q_.options().dtype(at::kFloat).memory_format(at::MemoryFormat::Contiguous))),
-        k(at::zeros({shares, k_.size(0), k_.size(1), k_.size(3), k_.size(2)}, k_.options().dtype(at::kFloat))) {}
-  float* rows(const Block& block, int64_t head) const {
-    return q.data_ptr<float>() + ((block.seq.batch * q.size(1) + head) * q.size(2) + first_row(block)) * q.size(3);
+  int64_t dim;
+  SideGradient(bool wanted, const Tensor& q_, const Tensor& k_, int64_t shares, bool floats) : dim(k_.size(3)) {
+    if (!wanted) {
+      q = k = at::empty({0}, q_.options().dtype(at::kFloat));
+      return;
+    }
+    q = at::zeros(q_.sizes(), floats ? q_.options().dtype(at::kFloat) : q_.options());
+    k = at::zeros({shares, k_.size(0), k_.size(1), k_.size(2), round_up(dim, kLanes)}, k_.options().dtype(at::kFloat));
+  }
+  void* rows(const Block& block, int64_t head) const {
+    const int64_t row = (block.seq.batch * q.size(1) + head) * q.size(2) + block.first_row();
+    return static_cast<char*>(q.data_ptr()) + row * q.size(3) * q.element_size();
   }
   float* keys(const Block& block, const Tile& tile, int64_t kv, int64_t share) const {
     const int64_t head = (share * k.size(1) + block.seq.batch) * k.size(2) + kv;
-    return k.data_ptr<float>() + head * k.size(3) * k.size(4) + tile.key(block);
+    return k.data_ptr<float>() + (head * k.size(3) + tile.key(block)) * k.size(4);
   }
-  int64_t stride() const { return k.size(4); }
-  Tensor dk() const { return (k.size(0) == 1 ? k.squeeze(0) : k.sum(0)).transpose(2, 3); }
+  Tensor dk() const {
+    if (k.dim() == 1) return k;
+    for (int64_t share = 1; share < k.size(0); share++) k[0].add_(k[share]);
+    return k[0].slice(3, 0, dim);
+  }
 };
 
-std::vector<Unit> units_of(const Tensor& table, const Window& window, int64_t heads, int64_t together) {
+std::vector<Unit> units_of(const Tensor& table, const Window& window, int64_t rows, int64_t heads, int64_t together) {
   std::vector<Unit> units;
   for (const auto& seq : sequences_of(table)) {
-    const auto blocks = blocks_of(seq, window);
+    const auto blocks = blocks_of(seq, window, rows);
     if (blocks.empty()) continue;
     for (int64_t r = 0; r < heads; r += together) units.push_back({blocks, r, r + together});
   }
@@ -388,31 +420,74 @@ int64_t shares_of(const std::vector<Unit>& units) {
   return units.empty() ? 1 : std::max<int64_t>(1, at::get_num_threads() / static_cast<int64_t>(units.size()));
 }
 
-// Visits the blocks of rows of one share of a unit, head by head: visit(block, r).
-template <typename Visit>
-void each_block(const Unit& unit, int64_t share, int64_t shares, const Visit& visit) {
-  for (int64_t r = unit.first; r < unit.last; r++)
-    for (size_t n = share; n < unit.blocks.size(); n += shares) visit(unit.blocks[n], r);
+// Runs the tasks of a backward sweep, a share of a unit each: sweep(block, r, share) of what make() makes a thread.
+template <typename Make>
+void each_share(const std::vector<Unit>& units, int64_t shares, bool fast, const Make& make) {
+  on_all_threads(units.size() * shares, [&](const auto& next) {
+    std::unique_ptr<FlushDenormals> flush(fast ? new FlushDenormals : nullptr);
+    auto sweep = make();
+    for (int64_t task; (task = next()) >= 0;) {
+      const Unit& unit = units[task / shares];
+      const int64_t share = task % shares;
+      for (int64_t r = unit.first; r < unit.last; r++)
+        for (size_t n = share; n < unit.blocks.size(); n += shares) sweep(unit.blocks[n], r, share);
+    }
+  });
 }
 
-// Multiplies a row of dx by its weight and the scale, and by the relu's derivative; 0 outside of its run.
-inline void weigh(float* dx, const float* x, const Run& run, int64_t padded, float weight, const Side& side) {
-  const float factor = weight * side.scale;
-  for (int64_t j = 0; j < run.first; j++) dx[j] = 0.0f;
-  if (weight == 0.0f || run.first >= run.last) {
-    for (int64_t j = run.first; j < padded; j++) dx[j] = 0.0f;
-    return;
+// What the gradients of sixteen rows need: their normalisers, and the factor that dx is multiplied by. Rows of weight 0
+// have a gradient of 0 whatever their logits are.
+struct GradientRows {
+  Normaliser norm;
+  Row weight;
+  void take(const Block& block, int64_t r, const Rows& m, const Rows& ln_l, const Rows& weights, double scale) {
+    norm.take(block, r, m, ln_l);
+    weight.take(weights.at(block, r), block.rows(), static_cast<float>(scale));
   }
-  if (side.relu) {
-    for (int64_t j = run.first; j < run.last; j++) dx[j] = x[j] <= 0.0f ? 0.0f : dx[j] * factor;
-  } else {
-    for (int64_t j = run.first; j < run.last; j++) dx[j] *= factor;
-  }
-  for (int64_t j = run.last; j < padded; j++) dx[j] = 0.0f;
+};
+
+// Keys that sixteen rows do not see have a gradient of 0, too.
+STREAMKL_INLINE void clear_outside(float* dx, const Span& span, const Part& part) {
+  for (int64_t j = part.j0; j < span.begin; j++) store(dx + j * kStrip, Lanes{});
+  for (int64_t j = span.end; j < part.j1; j++) store(dx + j * kStrip, Lanes{});
 }
 
-inline void clear_rows(float* dx, int64_t rows) {
-  for (int64_t i = rows; i < round_up(rows, 16); i++) std::fill_n(dx + i * kBlockK, kBlockK, 0.0f);
+// dx overwrites x.
+template <Precision precision, bool relu_a, bool relu_b>
+void paired_gradient(
+    float* a, float* b, const Span& span, float factor_a, float factor_b, const GradientRows& rows_a,
+    const GradientRows& rows_b, const Row& mean, int64_t i, bool want_a) {
+  const Lanes scale_a = splat(factor_a), scale_b = splat(factor_b);
+  const Lanes m_a = rows_a.norm.m[i], ln_l_a = rows_a.norm.ln_l[i], weight_a = rows_a.weight[i];
+  const Lanes m_b = rows_b.norm.m[i], ln_l_b = rows_b.norm.ln_l[i], weight_b = rows_b.weight[i];
+  const Lanes mu = mean[i];
+  const auto sweep = [&](auto with_a) {
+    each_key(span, [&](int64_t j, auto mask, int) {
+      const Lanes xa = load(a + j * kStrip), xb = load(b + j * kStrip);
+      const Lanes za = (logit<relu_a>(xa, scale_a) - m_a), zb = (logit<relu_b>(xb, scale_b) - m_b);
+      const Lanes p = exponential<precision>(za - ln_l_a);
+      Lanes db = (exponential<precision>(zb - ln_l_b) - p) * weight_b;
+      if constexpr (relu_b) db = xb * scale_b <= 0.0f ? Lanes{} : db;
+      store(b + j * kStrip, select(mask, db, Lanes{}));
+      if constexpr (with_a()) {
+        Lanes da = p * ((za - zb) - mu) * weight_a;
+        if constexpr (relu_a) da = xa * scale_a <= 0.0f ? Lanes{} : da;
+        store(a + j * kStrip, select(mask, da, Lanes{}));
+      }
+    });
+  };
+  want_a ? sweep(std::true_type{}) : sweep(std::false_type{});
+}
+
+template <Precision precision, bool relu>
+void mixture_gradient(const float* p, float* b, const Span& span, float factor, const GradientRows& rows, int64_t i) {
+  const Lanes scale = splat(factor), m = rows.norm.m[i], ln_l = rows.norm.ln_l[i], weight = rows.weight[i];
+  each_key(span, [&](int64_t j, auto mask, int) {
+    const Lanes x = load(b + j * kStrip);
+    Lanes db = (exponential<precision>((logit<relu>(x, scale) - m) - ln_l) - load(p + j * kStrip)) * weight;
+    if constexpr (relu) db = x * scale <= 0.0f ? Lanes{} : db;
+    store(b + j * kStrip, select(mask, db, Lanes{}));
+  });
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
@@ -421,69 +496,90 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a, bool want_b) {
   const Window window{left, right};
   const int64_t heads = b_q.size(1), group = a_q.size(1) / heads;
+  const bool quick = fast(a_q, b_q), paired = group == 1;
   int64_t together = heads / b_k.size(1);
   if (want_a) together = std::lcm(together, heads / a_k.size(1));
-  const auto units = units_of(table, window, heads, together);
+  const auto units = units_of(table, window, rows_at_once(*side_of(a_q, a_k, a_scale, a_relu), group), heads, together);
   const int64_t shares = shares_of(units);
-  const SideGradient grad_a(want_a ? a_q : a_q.slice(0, 0, 0), want_a ? a_k : a_k.slice(0, 0, 0), shares);
-  const SideGradient grad_b(want_b ? b_q : b_q.slice(0, 0, 0), want_b ? b_k : b_k.slice(0, 0, 0), shares);
-  on_all_threads(units.size() * shares, [&](const auto& next) {
-    const auto a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu);
-    const size_t size = kBlockQ * kBlockK;
-    std::vector<float> xa(size), xb(size), p(size), da(want_a ? size : 0), db(size);
-    for (int64_t task; (task = next()) >= 0;) {
-      const int64_t share = task % shares;
-      each_block(units[task / shares], share, shares, [&](const Block& block, int64_t r) {
-        const int64_t rows = row_count(block);
-        const float* weight = Rows(row_grad).at(block, r);
-        bool first = true;
-        each_tile(block, [&](const Tile& tile) {
-          const int64_t padded = round_up(tile.keys(), 32);
-          take(*b, block, tile, r, first, want_b);
-          b->product(xb.data());
-          if (want_a) {
-            take(*a, block, tile, r, first, true);
-            a->product(xa.data());
-          } else {
-            target(*a, block, tile, window, r, group, Rows(m_a), Rows(ln_l_a), xa.data(), p.data());
+  const SideGradient grad_a(want_a, a_q, a_k, shares, false), grad_b(want_b, b_q, b_k, shares, false);
+  const auto gradient = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
+    return &paired_gradient<precision(), relu_a(), relu_b()>;
+  });
+  const auto gradient_b = dispatch(quick, false, b_relu, [](auto precision, auto, auto relu) {
+    return &mixture_gradient<precision(), relu()>;
+  });
+  const auto factor_a = static_cast<float>(a_scale), factor_b = static_cast<float>(b_scale);
+  each_share(units, shares, quick, [&] {
+    return [&, a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu),
+            target = Target(side_of(a_q, a_k, a_scale, a_relu), group, quick), xa = Buffer<float>(kBlockK * kStrip),
+            xb = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(paired ? 0 : kBlockK * kBlockQ), rows_a = GradientRows(),
+            rows_b = GradientRows()](const Block& block, int64_t r, int64_t share) mutable {
+      const int64_t batch = block.seq.batch;
+      Row mu;
+      b->take_rows(0, batch, r, block.first_row(), block.rows(), want_b);
+      rows_b.take(block, r, Rows(m_b), Rows(ln_l_b), Rows(row_grad), b_scale);
+      if (paired) {
+        a->take_rows(0, batch, r, block.first_row(), block.rows(), want_a);
+        rows_a.take(block, r, Rows(m_a), Rows(ln_l_a), Rows(row_grad), a_scale);
+        mu.take(Rows(mean).at(block, r), block.rows());
+      } else {
+        target.take_rows(block, r, Rows(m_a), Rows(ln_l_a));
+      }
+      if (want_a) a->begin_gradient();
+      if (want_b) b->begin_gradient();
+      each_tile(block, [&](const Tile& tile) {
+        b->take_keys(batch, b->kv_head(r), tile.key(block), tile.keys(), want_b);
+        if (paired) a->take_keys(batch, a->kv_head(r), tile.key(block), tile.keys(), want_a);
+        else target.compute(block, tile, window, r, p.data());
+        each_part(block, tile, window, true, [&](const Part& part) {
+          if (part.j0 < part.j1) {
+            b->product(0, part, xb.data());
+            if (paired) a->product(0, part, xa.data());
+            each_group(block, tile, window, part, [&](int64_t i, const Span& seen) {
+              const Span span = without(seen, rows_b.weight[i] == 0.0f);
+              float *xa_i = xa.data() + i - part.i0, *xb_i = xb.data() + i - part.i0;
+              if (paired) gradient(xa_i, xb_i, span, factor_a, factor_b, rows_a, rows_b, mu, i, want_a);
+              else gradient_b(p.data() + part.i0 * kBlockK + i - part.i0, xb_i, span, factor_b, rows_b, i);
+              if (want_a) clear_outside(xa_i, span, part);
+              clear_outside(xb_i, span, part);
+            });
           }
-          first = false;
-          for (int64_t i = 0; i < rows; i++) {
-            const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
-            const float mb = Rows(m_b).at(block, r)[i], lb = Rows(ln_l_b).at(block, r)[i];
-            float *xbi = xb.data() + i * kBlockK, *dbi = db.data() + i * kBlockK, *pi = p.data() + i * kBlockK;
-            finish_logits(xbi + run.first, run.last - run.first, b->scale, b->relu);
-            if (want_a) {
-              float *xai = xa.data() + i * kBlockK, *dai = da.data() + i * kBlockK;
-              const float ma = Rows(m_a).at(block, r)[i], la = Rows(ln_l_a).at(block, r)[i];
-              const float mu = Rows(mean).at(block, r)[i];
-              finish_logits(xai + run.first, run.last - run.first, a->scale, a->relu);
-              for (int64_t j = run.first; j < run.last; j++) {
-                const float shifted_a = xai[j] - ma, shifted_b = xbi[j] - mb;
-                pi[j] = exp_(shifted_a - la);
-                dai[j] = pi[j] * (shifted_a - shifted_b - mu);
-                dbi[j] = exp_(shifted_b - lb) - pi[j];
-              }
-              weigh(dai, xai, run, padded, weight[i], *a);
-            } else {
-              for (int64_t j = run.first; j < run.last; j++) dbi[j] = exp_((xbi[j] - mb) - lb) - pi[j];
-            }
-            weigh(dbi, xbi, run, padded, weight[i], *b);
-          }
-          if (want_a) {
-            clear_rows(da.data(), rows);
-            a->add_gradient(da.data(), grad_a.rows(block, r), grad_a.keys(block, tile, a->kv_head(r), share), grad_a.stride());
-          }
-          if (want_b) {
-            clear_rows(db.data(), rows);
-            b->add_gradient(db.data(), grad_b.rows(block, r), grad_b.keys(block, tile, b->kv_head(r), share), grad_b.stride());
-          }
+          if (want_a) a->set_gradient(part, xa.data());
+          if (want_b) b->set_gradient(part, xb.data());
         });
+        if (want_a) a->add_gradient(grad_a.keys(block, tile, a->kv_head(r), share));
+        if (want_b) b->add_gradient(grad_b.keys(block, tile, b->kv_head(r), share));
       });
-    }
+      if (want_a) a->end_gradient(grad_a.rows(block, r), false);
+      if (want_b) b->end_gradient(grad_b.rows(block, r), false);
+    };
   });
   return {grad_a.q, grad_a.dk(), grad_b.q, grad_b.dk()};
 }
+
+// The sums of p and of p (ln p - ln q) over a row's keys; dx overwrites x.
+struct TrainState {
+  Lanes s = {}, acc = {};
+
+  template <Precision precision, bool relu>
+  void update(const float* p, float* b, const Span& span, float factor, const GradientRows& rows, int64_t i) {
+    const Lanes scale = splat(factor), m = rows.norm.m[i], ln_l = rows.norm.ln_l[i], weight = rows.weight[i];
+    Lanes sum_p[2] = {}, sum[2] = {};
+    each_key(span, [&](int64_t j, auto mask, int turn) {
+      const Lanes value = load(p + j * kStrip), x = load(b + j * kStrip);
+      const Lanes log_q = (logit<relu>(x, scale) - m) - ln_l;
+      sum_p[turn] += select(mask, value, Lanes{});
+      const Lanes term = value == 0.0f ? Lanes{} : value * (logarithm(value) - log_q);
+      sum[turn] += select(mask, term, Lanes{});
+      Lanes db = (exponential<precision>(log_q) - value) * weight;
+      if constexpr (relu) db = x * scale <= 0.0f ? Lanes{} : db;
+      db = weight == 0.0f ? Lanes{} : db;
+      store(b + j * kStrip, select(mask, db, Lanes{}));
+    });
+    s += sum_p[0] + sum_p[1];
+    acc += sum[0] + sum[1];
+  }
+};
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, const Tensor& m_a,
@@ -491,54 +587,49 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> train(
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
   const Window window{left, right};
   const int64_t heads = b_q.size(1), group = a_q.size(1) / heads;
-  const auto units = units_of(table, window, heads, heads / b_k.size(1));
+  const bool quick = fast(a_q, b_q);
+  const int64_t rows = rows_at_once(*side_of(a_q, a_k, a_scale, a_relu), group);
+  const auto units = units_of(table, window, rows, heads, heads / b_k.size(1));
   const int64_t shares = shares_of(units);
-  const SideGradient grad_b(b_q, b_k, shares);
+  const SideGradient grad_b(true, b_q, b_k, shares, true);
   auto kl = rows_like(b_q, heads, 0.0f), mass = rows_like(b_q, heads, 1.0f);
-  on_all_threads(units.size() * shares, [&](const auto& next) {
-    const auto a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu);
-    const size_t size = kBlockQ * kBlockK;
-    std::vector<float> xa(size), xb(size), p(size), db(size), s(kBlockQ), acc(kBlockQ);
-    for (int64_t task; (task = next()) >= 0;) {
-      const int64_t share = task % shares;
-      each_block(units[task / shares], share, shares, [&](const Block& block, int64_t r) {
-        const int64_t rows = row_count(block);
-        const float* weight = Rows(weights).at(block, r);
-        std::fill(s.begin(), s.end(), 0.0f);
-        std::fill(acc.begin(), acc.end(), 0.0f);
-        bool first = true;
-        each_tile(block, [&](const Tile& tile) {
-          const int64_t padded = round_up(tile.keys(), 32);
-          target(*a, block, tile, window, r, group, Rows(m_a), Rows(ln_l_a), xa.data(), p.data());
-          take(*b, block, tile, r, first, true);
-          first = false;
-          b->product(xb.data());
-          for (int64_t i = 0; i < rows; i++) {
-            const Run run = window.run(block.i0 + i, block.seq.diagonal, tile.j0, tile.j1);
-            const float mb = Rows(m_b).at(block, r)[i], lb = Rows(ln_l_b).at(block, r)[i];
-            float *xbi = xb.data() + i * kBlockK, *dbi = db.data() + i * kBlockK, *pi = p.data() + i * kBlockK;
-            finish_logits(xbi + run.first, run.last - run.first, b->scale, b->relu);
-            float sum_p = 0.0f, sum = 0.0f;
-#pragma omp simd reduction(+ : sum_p, sum)
-            for (int64_t j = run.first; j < run.last; j++) {
-              const float log_q = (xbi[j] - mb) - lb;
-              sum_p += pi[j];
-              sum += pi[j] == 0.0f ? 0.0f : pi[j] * (log_(pi[j]) - log_q);
-              dbi[j] = exp_(log_q) - pi[j];
-            }
-            s[i] += sum_p;
-            acc[i] += sum;
-            weigh(dbi, xbi, run, padded, weight[i], *b);
+  const auto update = dispatch(quick, false, b_relu, [](auto precision, auto, auto relu) {
+    return &TrainState::update<precision(), relu()>;
+  });
+  const auto factor = static_cast<float>(b_scale);
+  each_share(units, shares, quick, [&] {
+    return [&, target = Target(side_of(a_q, a_k, a_scale, a_relu), group, quick), b = side_of(b_q, b_k, b_scale, b_relu),
+            x = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(kBlockK * kBlockQ),
+            rows_b = GradientRows()](const Block& block, int64_t r, int64_t share) mutable {
+      const float* weight = Rows(weights).at(block, r);
+      TrainState state[kBlockQ / kLanes];
+      target.take_rows(block, r, Rows(m_a), Rows(ln_l_a));
+      b->take_rows(0, block.seq.batch, r, block.first_row(), block.rows(), true);
+      rows_b.take(block, r, Rows(m_b), Rows(ln_l_b), Rows(weights), b_scale);
+      b->begin_gradient();
+      each_tile(block, [&](const Tile& tile) {
+        target.compute(block, tile, window, r, p.data());
+        b->take_keys(block.seq.batch, b->kv_head(r), tile.key(block), tile.keys(), true);
+        each_part(block, tile, window, true, [&](const Part& part) {
+          if (part.j0 < part.j1) {
+            b->product(0, part, x.data());
+            each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+              float* x_i = x.data() + i - part.i0;
+              (state[i / kLanes].*update)(p.data() + part.i0 * kBlockK + i - part.i0, x_i, span, factor, rows_b, i);
+              clear_outside(x_i, span, part);
+            });
           }
-          clear_rows(db.data(), rows);
-          b->add_gradient(db.data(), grad_b.rows(block, r), grad_b.keys(block, tile, b->kv_head(r), share), grad_b.stride());
+          b->set_gradient(part, x.data());
         });
-        for (int64_t i = 0; i < rows; i++) {
-          Rows(kl).at(block, r)[i] = s[i] == 0.0f ? 0.0f : acc[i] / s[i] - std::log(s[i]);
-          if (weight[i] != 0.0f) Rows(mass).at(block, r)[i] = s[i];
-        }
+        b->add_gradient(grad_b.keys(block, tile, b->kv_head(r), share));
       });
-    }
+      b->end_gradient(grad_b.rows(block, r), true);
+      for (int64_t i = 0; i < block.rows(); i++) {
+        const float s = state[i / kLanes].s[i % kLanes], acc = state[i / kLanes].acc[i % kLanes];
+        Rows(kl).at(block, r)[i] = s == 0.0f ? 0.0f : acc / s - std::log(s);
+        if (weight[i] != 0.0f) Rows(mass).at(block, r)[i] = s;
+      }
+    };
   });
   auto loss = at::where(weights.ne(0), weights * kl, at::zeros({}, kl.options())).sum();
   return {loss, grad_b.q, grad_b.dk(), mass};

@@ -1,127 +1,83 @@
-// The tile: packing, products on PyTorch's own brgemm, and the row updates, with the names of state.py and tiled.py.
+// The tile: packing, and products on PyTorch's own brgemm. Rows lie along the lanes: a tile is [keys, rows].
 #pragma once
+
+#include "lanes.h"
 
 #include <ATen/ATen.h>
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
+#include <cstdlib>
 #include <memory>
-#include <type_traits>
 #include <vector>
 
 namespace streamkl::cpu {
 
-constexpr int64_t kBlockQ = 128;
-constexpr int64_t kBlockK = 256;
-constexpr int64_t kPiece = 64;
-constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int64_t kBlockQ = 256;  // rows that are packed together, at most
+constexpr int64_t kStrip = 128;    // rows of a tile
+constexpr int64_t kBlockK = 256;  // keys of a tile
+constexpr int64_t kStride = kBlockQ + kLanes;  // of right operands: powers of two would share too few cache sets
+constexpr int64_t kPiece = 128;   // how much of the width float products add up at once
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// e^x and ln x within 2 ulp, as straight code that compilers vectorise. NaN and infinities come out as libm's would.
-[[gnu::always_inline]] inline float exp_(float x) {
-  const float clamped = std::min(std::max(x, -104.0f), 89.0f);
-  const float n = std::nearbyintf(clamped * 1.44269504088896341f);
-  float r = std::fma(n, -0.693359375f, clamped);
-  r = std::fma(n, 2.12194440e-4f, r);
-  float p = 1.9875691500e-4f;
-  p = std::fma(p, r, 1.3981999507e-3f);
-  p = std::fma(p, r, 8.3334519073e-3f);
-  p = std::fma(p, r, 4.1665795894e-2f);
-  p = std::fma(p, r, 1.6666665459e-1f);
-  p = std::fma(p, r, 5.0000001201e-1f);
-  p = std::fma(p, r * r, r) + 1.0f;
-  // 2^n in two steps, so that results below the smallest normal are reached.
-  const int32_t half = static_cast<int32_t>(n) >> 1, rest = static_cast<int32_t>(n) - half;
-  const int32_t bits1 = (half + 127) << 23, bits2 = (rest + 127) << 23;
-  float s1, s2;
-  std::memcpy(&s1, &bits1, 4);
-  std::memcpy(&s2, &bits2, 4);
-  const float value = p * s1 * s2;
-  return x != x ? x : value;
-}
+// Uninitialised memory on cache lines, which grows and never shrinks.
+template <typename T>
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(int64_t size) { reserve(size); }
+  T* reserve(int64_t size) {
+    if (size > size_) {
+      void* memory = nullptr;
+      TORCH_CHECK(posix_memalign(&memory, 64, size * sizeof(T)) == 0, "streamkl cpu engine: out of memory");
+      data_.reset(static_cast<T*>(memory));
+      size_ = size;
+    }
+    return data();
+  }
+  T* data() const { return data_.get(); }
 
-[[gnu::always_inline]] inline float log_(float x) {  // x > 0
-  int32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const bool small = x < 1.17549435e-38f;
-  const float scaled = small ? x * 8388608.0f : x;
-  std::memcpy(&bits, &scaled, 4);
-  int32_t exponent = ((bits - 0x3f3504f3) >> 23);
-  bits -= exponent << 23;
-  float m;
-  std::memcpy(&m, &bits, 4);
-  const float f = m - 1.0f, e = static_cast<float>(exponent) - (small ? 23.0f : 0.0f);
-  float p = 7.0376836292e-2f;
-  p = std::fma(p, f, -1.1514610310e-1f);
-  p = std::fma(p, f, 1.1676998740e-1f);
-  p = std::fma(p, f, -1.2420140846e-1f);
-  p = std::fma(p, f, 1.4249322787e-1f);
-  p = std::fma(p, f, -1.6668057665e-1f);
-  p = std::fma(p, f, 2.0000714765e-1f);
-  p = std::fma(p, f, -2.4999993993e-1f);
-  p = std::fma(p, f, 3.3333331174e-1f);
-  const float f2 = f * f;
-  p = p * f * f2;
-  p = std::fma(e, -2.12194440e-4f, p);
-  p = std::fma(-0.5f, f2, p);
-  return x != x ? x : std::fma(e, 0.693359375f, f + p);
-}
-
-// Rounds to nearest even, as straight code.
-template <typename P>
-inline P rounded(float x) {
-  return static_cast<P>(x);
-}
-template <>
-inline at::BFloat16 rounded<at::BFloat16>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t up = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  return at::BFloat16(static_cast<uint16_t>(x != x ? 0x7fc0u : up), at::BFloat16::from_bits());
-}
-
-// Which keys of a tile a row may see: a causal mask and a window leave a run of them.
-struct Run {
-  int64_t first, last;
+ private:
+  struct Free {
+    void operator()(T* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<T[], Free> data_;
+  int64_t size_ = 0;
 };
 
-struct Window {
-  int64_t left, right;  // -1 is unbounded
-
-  // The run of row i (of its sequence) among the keys [j0, j1) of the sequence, relative to j0.
-  Run run(int64_t i, int64_t diagonal, int64_t j0, int64_t j1) const {
-    int64_t first = j0, last = j1;
-    if (left >= 0) first = std::max(first, i + diagonal - left);
-    if (right >= 0) last = std::min(last, i + diagonal + right + 1);
-    return {std::min(std::max(first - j0, int64_t(0)), j1 - j0), std::max(std::min(last - j0, j1 - j0), int64_t(0))};
-  }
+// A part of a tile: rows [i0, i1) and keys [j0, j1) of those taken, and no more of them than some row sees.
+struct Part {
+  int64_t i0, i1, j0, j1;
 };
 
 // One side's tensors, and its products. A Side belongs to one thread.
 class Side {
  public:
-  Side(int64_t heads, int64_t kv_heads, int64_t dim, float scale, bool relu)
-      : heads(heads), kv_heads(kv_heads), dim(dim), scale(scale), relu(relu) {}
+  Side(int64_t heads, int64_t kv_heads, int64_t dim, double scale, bool relu)
+      : heads(heads), kv_heads(kv_heads), dim(dim), padded_dim(round_up(dim, kLanes)), scale(scale), relu(relu) {}
   virtual ~Side() = default;
 
-  // Takes the rows [row, row + rows) of a head; what follows is about them.
-  virtual void take_rows(int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient) = 0;
-  // Takes the keys [key, key + keys) of the head's key head.
-  virtual void take_keys(int64_t batch, int64_t head, int64_t key, int64_t keys, bool for_gradient) = 0;
-  // x[rows, keys] = <q, k>, before scale and relu; the rest of the tile is undefined.
-  virtual void product(float* x) = 0;
-  // dq[rows, dim] += dx k, dk[dim, keys] += q^T dx, with rows of dk dk_stride apart. dx is 0 outside of [rows, keys].
-  virtual void add_gradient(const float* dx, float* dq, float* dk, int64_t dk_stride) = 0;
+  // Takes the rows [row, row + rows) of a head into a slot.
+  virtual void take_rows(int64_t slot, int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient) = 0;
+  // Takes the keys [key, key + keys) of a key head.
+  virtual void take_keys(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, bool for_gradient) = 0;
+  // x[j, i - i0] = <k_j, q_i> before scale and relu, for the part's keys and the slot's rows; kStrip rows apart.
+  virtual void product(int64_t slot, const Part& part, float* x) = 0;
+
+  // Gradients of the rows in slot 0: begin, then for each tile set dx[j, i - i0] for parts that cover it, and add.
+  virtual void begin_gradient() = 0;
+  virtual void set_gradient(const Part& part, const float* dx) = 0;
+  // dk[keys, padded_dim] += dx q; dq += dx^T k is kept inside.
+  virtual void add_gradient(float* dk) = 0;
+  // Writes dq[rows, dim], in the tensors' dtype or as floats.
+  virtual void end_gradient(void* dq, bool as_floats) = 0;
+  virtual int64_t bytes_of_row() const = 0;
 
   int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }
 
-  const int64_t heads, kv_heads, dim;
-  const float scale;
+  const int64_t heads, kv_heads, dim, padded_dim;
+  const double scale;
   const bool relu;
 };
 
@@ -134,150 +90,193 @@ struct Strides {
 template <typename T, typename P>
 class TypedSide final : public Side {
   static constexpr bool kVnni = !std::is_same_v<P, float>;  // B operands in pairs of k
+  static constexpr int64_t kPair = kVnni ? 2 : 1;           // elements of a word
+  using Bits = std::conditional_t<kVnni, uint16_t, uint32_t>;
 
  public:
-  TypedSide(const at::Tensor& q, const at::Tensor& k, float scale, bool relu)
+  TypedSide(const at::Tensor& q, const at::Tensor& k, double scale, bool relu)
       : Side(q.size(1), k.size(1), q.size(3), scale, relu),
         q_(q.const_data_ptr<T>()), k_(k.const_data_ptr<T>()), q_strides_(q), k_strides_(k),
-        inner_(round_up(dim, 2)), outer_(round_up(dim, 16)),
-        q_rows_(kBlockQ * inner_), k_columns_(kBlockK * inner_) {}
+        inner_(round_up(dim, kPair)), width_(round_up(dim, kLanes * kPair)) {}
 
-  void take_rows(int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient) override {
+  void take_rows(int64_t slot, int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient) override {
+    if (slot >= static_cast<int64_t>(slots_.size())) slots_.resize(slot + 1);
     rows_ = rows;
-    rows_padded_ = round_up(rows, 16);
-    const T* from = q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token;
-    for (int64_t i = 0; i < rows_padded_; i++) {
-      P* to = q_rows_.data() + i * inner_;
-      if (i < rows) {
-        for (int64_t c = 0; c < dim; c++) to[c] = convert(from[i * q_strides_.token + c * q_strides_.dim]);
-        for (int64_t c = dim; c < inner_; c++) to[c] = P(0.0f);
-      } else {
-        std::fill_n(to, inner_, P(0.0f));
-      }
-    }
+    const int64_t padded = round_up(rows, kLanes);
+    P* staged = staged_.reserve(padded * width_);
+    copy(q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token, q_strides_, rows, padded, staged);
+    // Words of the width in columns: [width words, kStride].
+    P* columns = slots_[slot].reserve(width_ * kStride);
+    transpose(staged, width_, padded, columns, kStride);
     if (!for_gradient) return;
-    q_columns_.resize(outer_ * kBlockQ);
-    for (int64_t c = 0; c < outer_; c++) {
-      P* to = q_columns_.data() + c * kBlockQ;
-      for (int64_t i = 0; i < rows_padded_; i++)
-        to[i] = c < dim ? finite(q_rows_[i * inner_ + std::min(c, dim - 1)]) : P(0.0f);
-    }
+    Bits* pairs = reinterpret_cast<Bits*>(q_pairs_.reserve(kBlockQ * pairs_stride()));
+    const Bits* from = reinterpret_cast<const Bits*>(staged);
+    for (int64_t i = 0; i < padded; i += kPair)
+      for (int64_t c = 0; c < padded_dim; c++)
+        for (int64_t n = 0; n < kPair; n++)
+          pairs[i * pairs_stride() + c * kPair + n] = c < dim ? finite(from[(i + n) * width_ + c]) : Bits(0);
   }
 
-  void take_keys(int64_t batch, int64_t head, int64_t key, int64_t keys, bool for_gradient) override {
+  void take_keys(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, bool for_gradient) override {
     keys_ = keys;
-    keys_padded_ = round_up(keys, 32);
-    const int64_t token = k_strides_.token, step = k_strides_.dim;
-    const T* from = k_ + batch * k_strides_.batch + kv_head(head) * k_strides_.head + key * token;
-    if constexpr (kVnni) {
-      // Pairs of the width beside each other: a transpose of 32-bit words.
-      for (int64_t c = 0; c < inner_; c += 2) {
-        auto* to = reinterpret_cast<uint32_t*>(k_columns_.data() + c * kBlockK);
-        if (step == 1 && c + 1 < dim) {
-          for (int64_t j = 0; j < keys; j++) std::memcpy(to + j, from + j * token + c, 4);
-        } else {
-          for (int64_t j = 0; j < keys; j++)
-            to[j] = word(from[j * token + c * step], c + 1 < dim ? from[j * token + (c + 1) * step] : P(0.0f));
-        }
-        std::fill(to + keys, to + keys_padded_, 0u);
+    const int64_t padded = round_up(keys, kLanes);
+    const T* from = k_ + batch * k_strides_.batch + kv_head * k_strides_.head + key * k_strides_.token;
+    bool copied = true;
+    if constexpr (std::is_same_v<T, P>) {
+      if (k_strides_.dim == 1 && dim == width_ && keys == padded) {
+        rows_of_k_ = from;
+        k_stride_ = k_strides_.token;
+        copied = false;
       }
-    } else {
-      for (int64_t c = 0; c < inner_; c++) {
-        P* to = k_columns_.data() + c * kBlockK;
-        if (c < dim) {
-          for (int64_t j = 0; j < keys; j++) to[j] = convert(from[j * token + c * step]);
-          std::fill(to + keys, to + keys_padded_, P(0.0f));
-        } else {
-          std::fill_n(to, keys_padded_, P(0.0f));
-        }
-      }
+    }
+    if (copied) {
+      copy(from, k_strides_, keys, padded, k_rows_.reserve(kBlockK * width_));
+      rows_of_k_ = k_rows_.data();
+      k_stride_ = width_;
     }
     if (!for_gradient) return;
-    k_pairs_.resize(kBlockK * outer_);
-    std::fill_n(k_pairs_.data(), keys_padded_ * outer_, P(0.0f));
-    for (int64_t j = 0; j < keys; j++) {
-      P* to = kVnni ? k_pairs_.data() + (j / 2) * outer_ * 2 + j % 2 : k_pairs_.data() + j * outer_;
-      for (int64_t c = 0; c < dim; c++) to[c * (kVnni ? 2 : 1)] = finite(convert(from[j * token + c * step]));
+    P* columns = k_columns_.reserve(width_ * kBlockK);
+    if constexpr (kVnni) {
+      P* words = staged_.reserve(width_ * kBlockK);
+      transpose(rows_of_k_, k_stride_, padded, words, kBlockK);
+      for (int64_t c = 0; c < width_; c += 2) {
+        const Bits* from_pair = reinterpret_cast<const Bits*>(words + c * kBlockK);
+        Bits* even = reinterpret_cast<Bits*>(columns + c * kBlockK);
+        for (int64_t j = 0; j < padded; j += kLanes) {
+          const Words pair = load<Words>(from_pair + 2 * j);
+          store(even + j, finite(__builtin_convertvector(pair & 0xffffu, Shorts)));
+          store(even + kBlockK + j, finite(__builtin_convertvector(pair >> 16, Shorts)));
+        }
+      }
+    } else {
+      transpose(rows_of_k_, k_stride_, padded, columns, kBlockK);
+      for (int64_t c = 0; c < width_; c++)
+        for (int64_t j = 0; j < padded; j += kLanes) {
+          float* at = columns + c * kBlockK + j;
+          store(at, finite(load<Words>(at)));
+        }
     }
   }
 
-  void product(float* x) override {
-    if constexpr (kVnni) {
-      multiply(0, inner_, x);
-    } else {
+  void product(int64_t slot, const Part& part, float* x) override {
+    const int64_t width = kVnni ? inner_ : std::min(dim, kPiece);
+    multiply(slot, part, 0, width, x);
+    if constexpr (!kVnni) {
       // brgemm adds along the whole width one by one. In pieces, float products err as little as a library's do.
-      multiply(0, std::min(inner_, kPiece), x);
-      for (int64_t c = kPiece; c < inner_; c += kPiece) {
-        piece_.resize(kBlockQ * kBlockK);
-        multiply(c, std::min(inner_ - c, kPiece), piece_.data());
-        for (int64_t i = 0; i < rows_padded_; i++)
-          for (int64_t j = 0; j < keys_padded_; j++) x[i * kBlockK + j] += piece_[i * kBlockK + j];
+      for (int64_t c = kPiece; c < dim; c += kPiece) {
+        float* piece = piece_.reserve(kBlockK * kStrip);
+        multiply(slot, part, c, std::min(dim - c, kPiece), piece);
+        for (int64_t j = part.j0; j < part.j1; j++)
+          for (int64_t i = 0; i < kStrip; i += kLanes) store(x + j * kStrip + i, load(x + j * kStrip + i) + load(piece + j * kStrip + i));
       }
     }
   }
 
-  void add_gradient(const float* dx, float* dq, float* dk, int64_t dk_stride) override {
-    dq_.resize(kBlockQ * outer_);
-    dk_.resize(kBlockK * outer_);
-    const P *rows, *pairs;  // dx as the left operand, and as the right one
-    if constexpr (kVnni) {
-      dx_rows_.resize(kBlockQ * kBlockK);
-      dx_pairs_.resize(kBlockQ * kBlockK);
-      for (int64_t i = 0; i < rows_padded_; i += 2) {
-        const float *even = dx + i * kBlockK, *odd = even + kBlockK;
-        P *to_even = dx_rows_.data() + i * kBlockK, *to_odd = to_even + kBlockK;
-        for (int64_t j = 0; j < keys_padded_; j++) to_even[j] = rounded<P>(even[j]);
-        for (int64_t j = 0; j < keys_padded_; j++) to_odd[j] = rounded<P>(odd[j]);
-        auto* to = reinterpret_cast<uint32_t*>(dx_pairs_.data() + i * kBlockK);
-        for (int64_t j = 0; j < keys_padded_; j++) to[j] = word(to_even[j], to_odd[j]);
-      }
-      rows = dx_rows_.data();
-      pairs = dx_pairs_.data();
-    } else {
-      rows = pairs = dx;
-    }
-    at::native::cpublas::brgemm(
-        rows_padded_, outer_, keys_padded_, kBlockK, outer_, outer_, false, rows, k_pairs_.data(), dq_.data(), kVnni);
-    at::native::cpublas::brgemm(
-        outer_, keys_padded_, rows_padded_, kBlockQ, kBlockK, kBlockK, false, q_columns_.data(), pairs, dk_.data(), kVnni);
-    for (int64_t i = 0; i < rows_; i++)
-      for (int64_t c = 0; c < dim; c++) dq[i * dim + c] += dq_[i * outer_ + c];
-    for (int64_t c = 0; c < dim; c++)
-      for (int64_t j = 0; j < keys_; j++) dk[c * dk_stride + j] += dk_[c * kBlockK + j];
+  void begin_gradient() override {
+    std::fill_n(dq_.reserve(padded_dim * kBlockQ), padded_dim * kBlockQ, 0.0f);
+    dx_rows_.reserve(kBlockK * kStride);
+    if constexpr (kVnni) dx_pairs_.reserve(kBlockK * kStride);
   }
+
+  void set_gradient(const Part& part, const float* dx) override {
+    const int64_t padded = round_up(keys_, kLanes);
+    for (int64_t j = 0; j < padded; j += 2) {
+      const bool seen = j >= part.j0 && j < part.j1;
+      for (int64_t i = part.i0; i < part.i1; i += kLanes) {
+        const float* at = dx + j * kStrip + i - part.i0;
+        const Lanes even = seen ? load(at) : Lanes{}, odd = seen ? load(at + kStrip) : Lanes{};
+        P* rows = dx_rows_.data() + j * kStride + i;
+        if constexpr (kVnni) {
+          const Shorts low = rounded<P>(even), high = rounded<P>(odd);
+          store(rows, low);
+          store(rows + kStride, high);
+          store(dx_pairs_.data() + j * kStride + 2 * i, paired(low, high));
+        } else {
+          store(rows, even);
+          store(rows + kStride, odd);
+        }
+      }
+    }
+  }
+
+  void add_gradient(float* dk) override {
+    const int64_t rows = round_up(rows_, kLanes), keys = round_up(keys_, kLanes);
+    const bool whole = keys == keys_;
+    float* sums = whole ? dk : dk_.reserve(kBlockK * padded_dim);
+    at::native::cpublas::brgemm(
+        keys, padded_dim, rows, kStride, pairs_stride(), padded_dim, whole, dx_rows_.data(), q_pairs_.data(), sums, kVnni);
+    if (!whole)
+      for (int64_t c = 0; c < keys_ * padded_dim; c++) dk[c] += sums[c];
+    const P* right = kVnni ? dx_pairs_.data() : dx_rows_.data();
+    at::native::cpublas::brgemm(
+        padded_dim, rows, keys, kBlockK, kStride, kBlockQ, true, k_columns_.data(), right, dq_.data(), kVnni);
+  }
+
+  void end_gradient(void* dq, bool as_floats) override {
+    alignas(64) float block[kLanes * kLanes];
+    for (int64_t i = 0; i < rows_; i += kLanes)
+      for (int64_t c = 0; c < dim; c += kLanes) {
+        transpose_words(dq_.data() + c * kBlockQ + i, kBlockQ * sizeof(float), block, kLanes * sizeof(float));
+        for (int64_t row = 0; row < std::min(kLanes, rows_ - i); row++)
+          for (int64_t n = 0; n < std::min(kLanes, dim - c); n++) {
+            const int64_t at = (i + row) * dim + c + n;
+            if (as_floats) static_cast<float*>(dq)[at] = block[row * kLanes + n];
+            else static_cast<T*>(dq)[at] = static_cast<T>(block[row * kLanes + n]);
+          }
+      }
+  }
+
+  int64_t bytes_of_row() const override { return width_ * sizeof(P); }
 
  private:
-  static P convert(T x) {
-    if constexpr (std::is_same_v<T, P>) return x;
-    else return static_cast<P>(static_cast<float>(x));
-  }
+  int64_t pairs_stride() const { return padded_dim + kLanes; }
 
   // What is not finite would make nan of masked pairs in a gradient's product; where it counts, dx is nan.
-  static P finite(P x) {
-    const auto value = static_cast<float>(x);
-    return value - value == 0.0f ? x : P(0.0f);
+  static constexpr Bits kExponent = !kVnni ? Bits(0x7f800000u) : std::is_same_v<P, at::Half> ? Bits(0x7c00) : Bits(0x7f80);
+  template <typename V>
+  static V finite(V x) {
+    return (x & kExponent) == kExponent ? V{} : x;
   }
 
-  static uint32_t word(P low, P high) {
-    uint16_t l, h;
-    std::memcpy(&l, &low, 2);
-    std::memcpy(&h, &high, 2);
-    return static_cast<uint32_t>(h) << 16 | l;
+  // Rows beside each other, width_ apart, and zeros after the last one and after the width.
+  void copy(const T* from, const Strides& strides, int64_t rows, int64_t padded, P* to) const {
+    for (int64_t i = 0; i < rows; i++, from += strides.token, to += width_) {
+      int64_t c = 0;
+      if constexpr (std::is_same_v<T, P>) {
+        if (strides.dim == 1) std::copy_n(from, c = dim, to);
+      } else {
+        if (strides.dim == 1)
+          for (; c + kLanes <= dim; c += kLanes) store(to + c, widened<T>(load<Shorts>(from + c)));
+      }
+      for (; c < dim; c++) to[c] = static_cast<P>(from[c * strides.dim]);
+      std::fill(to + dim, to + width_, P(0.0f));
+    }
+    std::fill_n(to, (padded - rows) * width_, P(0.0f));
   }
 
-  void multiply(int64_t c, int64_t width, float* x) {
+  // to[word, i] = from[i, word], for all words of the width.
+  void transpose(const P* from, int64_t stride, int64_t rows, P* to, int64_t to_stride) const {
+    for (int64_t i = 0; i < rows; i += kLanes)
+      for (int64_t c = 0; c < width_; c += kLanes * kPair)
+        transpose_words(from + i * stride + c, stride * sizeof(P), to + c * to_stride + i * kPair, to_stride * 4);
+  }
+
+  void multiply(int64_t slot, const Part& part, int64_t c, int64_t width, float* x) {
     at::native::cpublas::brgemm(
-        rows_padded_, keys_padded_, width, inner_, kBlockK, kBlockK, false, q_rows_.data() + c,
-        k_columns_.data() + c * kBlockK, x, kVnni);
+        part.j1 - part.j0, round_up(part.i1 - part.i0, kLanes), width, k_stride_, kStride, kStrip, false,
+        rows_of_k_ + part.j0 * k_stride_ + c, slots_[slot].data() + c * kStride + part.i0 * kPair, x + part.j0 * kStrip,
+        kVnni);
   }
 
   const T* q_;
   const T* k_;
   const Strides q_strides_, k_strides_;
-  const int64_t inner_, outer_;
-  int64_t rows_ = 0, rows_padded_ = 0, keys_ = 0, keys_padded_ = 0;
-  std::vector<P> q_rows_, k_columns_, q_columns_, k_pairs_, dx_rows_, dx_pairs_;
-  std::vector<float> dq_, dk_, piece_;
+  const int64_t inner_, width_;
+  int64_t rows_ = 0, keys_ = 0, k_stride_ = 0;
+  const P* rows_of_k_ = nullptr;
+  std::vector<Buffer<P>> slots_;
+  Buffer<P> staged_, k_rows_, q_pairs_, k_columns_, dx_rows_, dx_pairs_;
+  Buffer<float> dq_, dk_, piece_;
 };
 
 }  // namespace streamkl::cpu

@@ -49,7 +49,7 @@ def loss_terms(b_p, b_a, b_b, GROUP: tl.constexpr):
 
 @triton.jit
 def unboosted(factor, peak, dtype: tl.constexpr, boost: tl.constexpr, HALF: tl.constexpr):
-    """What a gradient is multiplied by at the end; if a side is float16 (``HALF``), weights were divided by ``peak``."""
+    """What a gradient is multiplied by at the end; if a side is float16, weights were divided by ``peak``."""
     if HALF:
         factor = factor * tl.load(peak)
     if dtype == tl.float16:

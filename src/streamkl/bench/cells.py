@@ -1,0 +1,115 @@
+"""A cell: one problem that all contestants of a benchmark run, and the tensors it is made of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamkl.testing import STUDENT, TEACHER, Heads
+
+DIRECTIONS = ("forward", "training", "training-both")
+MASKS = ("causal", "full")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem.
+
+    Attributes:
+        tokens: Queries, and as many keys.
+        heads: Query and key heads of the teacher, distributions and key heads of the student.
+        dims: Head dims of teacher and student.
+        mask: ``causal`` or ``full``.
+        dtype: The name of a torch dtype.
+        direction: ``forward`` (no graph), ``training`` (forward and backward, gradients to the student) or
+            ``training-both`` (gradients to the teacher too).
+        batch: Batch size.
+        label: What the cell is called where its shape does not say it, such as a model's name.
+    """
+
+    tokens: int
+    heads: Heads
+    dims: tuple[int, int]
+    mask: str = "causal"
+    dtype: str = "bfloat16"
+    direction: str = "forward"
+    batch: int = 1
+    label: str = ""
+
+    @classmethod
+    def square(cls, heads: int, tokens: int, dim: int, **rest: Any) -> Cell:
+        """As many heads of one width on every side."""
+        return cls(tokens, Heads(heads, heads, heads, heads), (dim, dim), **rest)
+
+    @classmethod
+    def of_shape(cls, shape: str, **rest: Any) -> Cell:
+        """Reads ``BxHxNxD``, such as ``1x8x4096x128``."""
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", shape)
+        if match is None or 0 in (numbers := [int(n) for n in match.groups()]):
+            raise ValueError(f"a shape is BATCHxHEADSxTOKENSxDIM, such as 1x8x4096x128, not {shape!r}")
+        batch, heads, tokens, dim = numbers
+        return cls.square(heads, tokens, dim, batch=batch, **rest)
+
+    @classmethod
+    def of_dict(cls, values: dict[str, Any]) -> Cell:
+        """The cell that `to_dict` wrote."""
+        return cls(**{**values, "heads": Heads(*values["heads"]), "dims": tuple(values["dims"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings and lists, for JSON."""
+        return {**asdict(self), "heads": list(self.heads), "dims": list(self.dims)}
+
+    @property
+    def causal(self) -> bool:
+        """Whether the mask is causal."""
+        return self.mask == "causal"
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The inputs that want gradients."""
+        return {"forward": (), "training": STUDENT, "training-both": STUDENT + TEACHER}[self.direction]
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that the mask allows, of one head."""
+        return self.batch * (self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2)
+
+    @property
+    def layout(self) -> str:
+        """Heads and dims, such as ``8x128`` or ``32/8x128 to 1x64``, with the label that the cell may have."""
+        sides = [
+            f"{heads}{'' if heads == kv_heads else f'/{kv_heads}'}x{dim}"
+            for heads, kv_heads, dim in zip(self.heads[::2], self.heads[1::2], self.dims, strict=True)
+        ]
+        both = " to ".join(dict.fromkeys(sides))
+        batch = f"{self.batch}x" if self.batch > 1 else ""
+        return f"{self.label} {batch}{both}".strip()
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, {self.layout}, {self.mask}, {self.dtype}, {self.direction}"
+
+    def shortened(self, most: int) -> Cell:
+        """The same cell with at most ``most`` tokens."""
+        return replace(self, tokens=min(self.tokens, most))
+
+
+Inputs = dict[str, Tensor]
+"""``teacher_q``, ``teacher_k``, ``student_q`` and ``student_k``, each ``[B, heads, N, D]``."""
+
+
+def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:
+    """Standard normal values of a fixed seed, drawn in the cell's dtype; those that want gradients require them."""
+    rng = torch.Generator(device).manual_seed(0)
+    (h, h_kv, r, r_kv), (dt, ds) = cell.heads, cell.dims
+    sizes = dict(zip(TEACHER + STUDENT, ((h, dt), (h_kv, dt), (r, ds), (r_kv, ds)), strict=True))
+    return {
+        name: torch.randn(
+            cell.batch, heads, cell.tokens, dim, generator=rng, device=device, dtype=getattr(torch, cell.dtype)
+        ).requires_grad_(name in cell.wanted)
+        for name, (heads, dim) in sizes.items()
+    }

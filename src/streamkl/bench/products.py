@@ -1,0 +1,46 @@
+"""The bare products of a forward: operands packed beforehand, two products a tile, nothing else.
+
+It is what any implementation on this matrix engine must at least spend, so we measure ourselves against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK_Q = 256
+BLOCK_K = 256
+"""The tile for which the products alone ran fastest, of 64 to 256 rows by 64 to 1,024 keys."""
+
+
+def bare_products(
+    a_q: Tensor, a_k: Tensor, b_q: Tensor, b_k: Tensor, causal: bool, block_q: int = BLOCK_Q, block_k: int = BLOCK_K
+) -> Callable[[], Tensor]:
+    """Packs ``q [B, H, N, D]`` and ``k [B, Hkv, N, D]`` of both sides, and returns the call to time.
+
+    What it returns, the sum of each row block's last products, proves that they were computed.
+    """
+    from streamkl.engines.cpu import build
+
+    build.load()
+    if not torch.ops.streamkl_cpu.native(a_q.dtype):
+        a_q, a_k, b_q, b_k = (x.float() for x in (a_q, a_k, b_q, b_k))
+    operands = (_rows(a_q), _tiles(a_k, block_k), _rows(b_q), _tiles(b_k, block_k))
+    return lambda: torch.ops.streamkl_cpu.bare_products(*operands, block_q, causal)
+
+
+def _rows(q: Tensor) -> Tensor:
+    """``[B, H, N, D]``, with ``D`` made even."""
+    return functional.pad(q, (0, q.shape[-1] % 2)).contiguous()
+
+
+def _tiles(k: Tensor, block_k: int) -> Tensor:
+    """``[B, Hkv, tiles, D, block_k]``: each tile transposed, half precision in pairs of ``D``; zeros past the end."""
+    k = functional.pad(k, (0, k.shape[-1] % 2, 0, -k.shape[-2] % block_k)).unflatten(2, (-1, block_k))
+    if k.dtype == torch.float32:
+        return k.transpose(-1, -2).contiguous()
+    pairs = k.unflatten(-1, (-1, 2)).transpose(-2, -3)  # [B, Hkv, tiles, D / 2, block_k, 2]
+    return pairs.reshape(*k.shape[:-2], k.shape[-1], block_k)

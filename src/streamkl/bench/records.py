@@ -1,0 +1,100 @@
+"""Results on disk: one JSON object a line for each contestant of a cell. docs/benchmarks.md describes the fields."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streamkl.bench.cells import Cell
+
+
+class Key(NamedTuple):
+    """What a record is about: of two with the same key, the later holds."""
+
+    suite: str
+    cell: Cell
+    contestant: str
+    threads: int
+
+
+@dataclass
+class Record:
+    """One contestant's result in one cell.
+
+    Attributes:
+        suite: The suite, or ``shape`` for a cell from the command line.
+        cell: The problem.
+        contestant: Who ran it.
+        threads: On how many threads.
+        engine: The engine that ``streamkl`` ran on; empty for others.
+        seconds: Every repetition.
+        extra_bytes: What one call added to a process at its peak, gradients included.
+        resident_bytes: The most that process was resident with.
+        error: The largest error of sampled row losses against float64, relative to their mean.
+        gate: The largest ratio of an error of ours to what the accuracy rule allows.
+        skipped: Why it did not run.
+        machine: Device, capability, versions and commit.
+        date: When, in UTC.
+    """
+
+    suite: str
+    cell: Cell
+    contestant: str
+    threads: int
+    engine: str = ""
+    seconds: list[float] = field(default_factory=list)
+    extra_bytes: int | None = None
+    resident_bytes: int | None = None
+    error: float | None = None
+    gate: float | None = None
+    skipped: str | None = None
+    machine: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What it is about."""
+        return Key(self.suite, self.cell, self.contestant, self.threads)
+
+    @property
+    def median(self) -> float:
+        """Seconds, the median of the repetitions."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Seconds between the first and the third quartile of the repetitions."""
+        if len(self.seconds) < 2:
+            return 0.0
+        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return third - first
+
+    def to_json(self) -> str:
+        """One line, with the median and the spread for readers that want no arithmetic."""
+        values: dict[str, Any] = {**asdict(self), "cell": self.cell.to_dict()}
+        if self.seconds:
+            values |= {"median": self.median, "spread": self.spread}
+        return json.dumps(values)
+
+    @classmethod
+    def of_json(cls, line: str) -> Record:
+        """The record that `to_json` wrote."""
+        values = json.loads(line)
+        values = {name: value for name, value in values.items() if name not in ("median", "spread")}
+        return cls(**{**values, "cell": Cell.of_dict(values["cell"])})
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds a line, whole: a run that is interrupted leaves a file that can be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(record.to_json() + "\n")
+
+
+def read(path: Path) -> list[Record]:
+    """All records, the last one of each key, in the order of the file."""
+    records = map(Record.of_json, path.read_text().splitlines())
+    return list({record.key: record for record in records}.values())

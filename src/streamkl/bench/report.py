@@ -1,0 +1,258 @@
+"""What the records of a suite say: tables, and the figures that the suite is run for.
+
+Ratios are ratios of medians. A backward is the median of forward and backward less that of the forward alone, so that
+no work can hide in the other half.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from streamkl.bench.cells import Cell
+from streamkl.bench.records import Record
+
+YARDSTICKS = ("sdpa", "products")
+"""What we are compared with as a share of it; of everything else we say how many times longer it takes."""
+
+Times = dict[tuple[str, int], Record]
+"""What ran in a cell, by contestant and threads."""
+
+
+@dataclass
+class Table:
+    """A title, column names, and rows of text."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """The table for a page."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def suites(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each suite."""
+    return dict(_groups(records, lambda r: r.suite))
+
+
+def by_cell(records: Iterable[Record]) -> dict[Cell, Times]:
+    """What ran in each cell."""
+    cells: dict[Cell, Times] = {}
+    for record in records:
+        cells.setdefault(record.cell, {})[record.contestant, record.threads] = record
+    return cells
+
+
+def detailed(records: list[Record]) -> Iterator[Table]:
+    """For each direction and dtype a table with a row for each contestant of each cell, for a terminal."""
+    for kind, group in _groups(records, _kind):
+        table = Table(kind, ["", "", "ms", "spread", "ours / it", "MB added", "error"])
+        name_of = _namer(group)
+        for cell, times in by_cell(group).items():
+            for n, ((name, threads), record) in enumerate(times.items()):
+                ours = times.get(("streamkl", threads))
+                row = ["" if n else cell_name(cell), name_of(name, threads)]
+                row.append(_number(record.median * 1e3) if record.seconds else "-")
+                row.append(_number(record.spread * 1e3) if len(record.seconds) > 1 else "")
+                row.append("" if ours is None or record is ours else _number(_over(ours, record)))
+                row.append(_megabytes(record.extra_bytes))
+                row.append("" if record.error is None else f"{record.error:.1e}")
+                table.rows.append(row)
+        yield table
+
+
+def compact(records: list[Record]) -> Iterator[Table]:
+    """For each direction and dtype a table with a row for each cell, for a page."""
+    for kind, group in _groups(records, _kind):
+        entries = list(dict.fromkeys((r.contestant, r.threads) for r in group if r.seconds))
+        name_of = _namer(group)
+        others = [name for name, _ in entries if name != "streamkl"] if len({n for _, n in entries}) == 1 else []
+        ratios = [("streamkl", name) if name in YARDSTICKS else (name, "streamkl") for name in others]
+        columns = ["tokens x heads x dim", *(f"{name_of(*entry)} (ms)" for entry in entries)]
+        table = Table(kind, [*columns, *map(" / ".join, ratios), "MB added"])
+        for cell, times in by_cell(group).items():
+            found = [times.get(entry) for entry in entries]
+            row = [cell_name(cell), *(_number(r.median * 1e3) if r is not None and r.seconds else "-" for r in found)]
+            row += [_number(ratio(times, *pair)) for pair in ratios]
+            ours = [r.extra_bytes for (name, _), r in times.items() if name == "streamkl"]
+            table.rows.append([*row, _megabytes(ours[-1]) if ours else ""])
+        yield table
+
+
+def where(records: list[Record]) -> str:
+    """The machine, the software and the commit."""
+    facts = records[-1].machine
+    threads = " and ".join(dict.fromkeys(threads_name(record.threads) for record in records))
+    engines = ", ".join(dict.fromkeys(record.engine for record in records if record.engine))
+    software = f"torch {facts.get('torch', 'unknown')}, engine {engines or 'unknown'} ({facts.get('capability', '')})"
+    return f"{facts.get('device', 'unknown device')}, {threads}, {software}, commit {facts.get('commit') or 'unknown'}"
+
+
+def skipped(records: list[Record]) -> list[str]:
+    """Who did not run where, and why: a line for each reason."""
+    cells: dict[tuple[str, str], list[Cell]] = {}
+    for r in records:
+        if r.skipped is not None:
+            cells.setdefault((r.contestant, r.skipped), []).append(r.cell)
+    return [
+        f"{name} left out of {of[0] if len(of) == 1 else f'{len(of)} cells'}: {reason}"
+        for (name, reason), of in cells.items()
+    ]
+
+
+def summary(records: list[Record]) -> list[str]:
+    """The figures that a suite is run for, a line each."""
+    lines = []
+    for kind, group in _groups(records, _kind):
+        cells = by_cell(group)
+        lines += _ratios(f"{kind}: streamkl / sdpa", cells, "streamkl", "sdpa")
+        lines += _ratios(f"{kind}: streamkl / products", cells, "streamkl", "products")
+        for dim in sorted({cell.dims[0] for cell in cells}):
+            at_dim = {cell: times for cell, times in cells.items() if cell.dims[0] == dim}
+            if len(at_dim) < len(cells):
+                lines += _ratios(f"{kind}: streamkl / products at D = {dim}", at_dim, "streamkl", "products")
+        for name in ("composed", "chunked", "compiled"):
+            lines += _ratios(f"{kind}: {name} / streamkl", cells, name, "streamkl")
+        lines += _threading(kind, cells)
+    return lines + _against_eager(by_cell(records)) + _growth(records)
+
+
+def ratio(times: Times, one: str, other: str) -> float | None:
+    """Median over median, on the same threads; ``None`` where one of them did not run."""
+    for (name, threads), record in times.items():
+        if name == one and (other, threads) in times:
+            return _over(record, times[other, threads])
+    return None
+
+
+def speedups(cells: dict[Cell, Times], name: str = "eager") -> dict[Cell, dict[str, float]]:
+    """How many times faster ours is, by the forward's cell: ``forward``, ``training`` and ``backward``."""
+    found: dict[Cell, dict[str, float]] = {}
+    for cell, times in cells.items():
+        forward = replace(cell, direction="forward")
+        here = found.setdefault(forward, {})
+        if (value := ratio(times, name, "streamkl")) is not None:
+            here[cell.direction] = value
+        if cell.direction == "training":
+            theirs, ours = (_backward(times, cells.get(forward, {}), who) for who in (name, "streamkl"))
+            if theirs and ours:
+                here["backward"] = theirs / ours
+    return {cell: values for cell, values in found.items() if values}
+
+
+def cell_name(cell: Cell) -> str:
+    """The cell where its direction and dtype are known."""
+    return f"{cell.tokens:,} x {cell.layout} {cell.mask}"
+
+
+def threads_name(n: int) -> str:
+    """So many threads."""
+    return "1 thread" if n == 1 else f"{n} threads"
+
+
+def _backward(training: Times, forward: Times, name: str) -> float | None:
+    """Seconds that the backward adds; ``None`` where they cannot be told from noise."""
+    for key, record in training.items():
+        if key[0] == name and key in forward and record.seconds and forward[key].seconds:
+            added = record.median - forward[key].median
+            return added if added > 0 else None
+    return None
+
+
+def _ratios(title: str, cells: dict[Cell, Times], one: str, other: str) -> list[str]:
+    if any(len({threads for _, threads in times}) > 1 for times in cells.values()):
+        return []
+    values = {cell: value for cell, times in cells.items() if (value := ratio(times, one, other)) is not None}
+    return [f"{title}: {_spread(values)}"] if values else []
+
+
+def _threading(kind: str, cells: dict[Cell, Times]) -> list[str]:
+    """What more threads are worth."""
+    lines = []
+    counts = sorted({threads for times in cells.values() for _, threads in times})
+    for name in dict.fromkeys(name for times in cells.values() for name, _ in times):
+        values = {}
+        for cell, times in cells.items():
+            few, many = (times.get((name, n)) for n in (counts[0], counts[-1]))
+            if few is not many and few is not None and many is not None:
+                values[cell] = _over(few, many)
+        values = {cell: value for cell, value in values.items() if value is not None}
+        if values:
+            title = f"{kind}: {name} on {threads_name(counts[-1])} instead of {counts[0]} is faster by"
+            lines.append(f"{title} {_spread(values)}")
+    return lines
+
+
+def _against_eager(cells: dict[Cell, Times]) -> list[str]:
+    lines = []
+    found = {cell: values for cell, values in speedups(cells).items() if "forward" in values}
+    for dim in sorted({cell.dims[0] for cell in found}, reverse=True):
+        for part in ("forward", "backward", "training"):
+            values = {c: v[part] for c, v in found.items() if part in v and c.dims[0] == dim}
+            if values:
+                each = ", ".join(f"{_number(value)}x at {c.tokens:,}" for c, value in values.items())
+                lines.append(f"eager / streamkl, {part}, D = {dim}: {each}")
+    return lines
+
+
+def _growth(records: list[Record]) -> list[str]:
+    """Time and memory of cells that ran once, in a process of their own."""
+    lines = []
+    before = None
+    for r in records:
+        if r.contestant != "streamkl" or len(r.seconds) != 1 or r.resident_bytes is None:
+            continue
+        line = f"{r.cell}: {r.median:,.1f} s, {_megabytes(r.resident_bytes)} MB resident"
+        if before is not None and before.cell.tokens < r.cell.tokens:
+            times, work = r.median / before.median, r.cell.pairs / before.cell.pairs
+            line += f", {times:.2f}x the time of {before.cell.tokens:,} tokens for {work:.2f}x the work"
+        lines.append(line)
+        before = r
+    return lines
+
+
+def _over(one: Record, other: Record) -> float | None:
+    return one.median / other.median if one.seconds and other.seconds else None
+
+
+def _spread(values: dict[Cell, float]) -> str:
+    mean = statistics.geometric_mean(values.values())
+    if len(values) == 1:
+        return _number(mean)
+    low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    ends = " to ".join(f"{_number(values[cell])} ({cell_name(cell)})" for cell in (low, high))
+    return f"{_number(mean)} in the geometric mean of {len(values)} cells, {ends}"
+
+
+def _kind(record: Record) -> str:
+    return f"{record.cell.direction}, {record.cell.dtype}"
+
+
+def _groups(records: Iterable[Record], kind: Callable[[Record], str]) -> Iterator[tuple[str, list[Record]]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(kind(record), []).append(record)
+    yield from groups.items()
+
+
+def _namer(records: list[Record]) -> Callable[[str, int], str]:
+    """Says the threads of a contestant where they differ."""
+    several = len({record.threads for record in records}) > 1
+    return lambda name, threads: f"{name}, {threads_name(threads)}" if several else name
+
+
+def _number(value: float | None) -> str:
+    """Three digits, or all before the point."""
+    if value is None:
+        return ""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value >= 0.01 or value == 0 else f"{value:.1e}"
+
+
+def _megabytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e6:,.1f}"

@@ -1,0 +1,150 @@
+"""Runs a suite: the gate for all of its cells, then cell by cell all contestants, each result written as it comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+
+from streamkl.bench import gate, isolated, machine, measure, records
+from streamkl.bench.cells import Cell, draw_inputs
+from streamkl.bench.contestants import engine_name, prepare, refusal, row_losses
+from streamkl.bench.records import Key, Record
+from streamkl.bench.suites import Suite
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a suite is run.
+
+    Attributes:
+        backend: The engine of ours, or ``auto``.
+        device: Where.
+        threads: On how many threads, unless the suite says.
+        budget: Seconds that each contestant of a cell may repeat itself for.
+        memory: Whether the memory of each contestant is measured, in a process of its own.
+        resume: Whether cells that the file has, from this commit and machine, are taken from it.
+        output: The file.
+    """
+
+    backend: str
+    device: torch.device
+    threads: int
+    budget: float
+    memory: bool
+    resume: bool
+    output: Path
+
+
+def run(name: str, suite: Suite, options: Options, console: Console) -> list[Record]:
+    """Measures a suite and returns its records.
+
+    Cells that follow each other and differ in their direction alone take turns too, so that a backward, which is the
+    difference of two times, is that of one stretch of time.
+
+    Raises:
+        RedGateError: The engine is wrong in one of the cells; then nothing is measured.
+    """
+    facts = machine.facts(options.device)
+    results = _stored(name, suite, facts, options)
+    cells = [cell for cell in suite.cells if cell not in {record.cell for record in results}]
+    threads_before = torch.get_num_threads()
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(SpinnerColumn(), *columns, console=console, transient=True) as progress:
+            gates: dict[object, float] = {}
+            for cell in progress.track(cells, description=f"{name}: is it right?"):
+                if gate.key(cell) not in gates:
+                    checks = (gate.check(cell, options.backend, options.device, n) for n in _threads(suite, options))
+                    gates[gate.key(cell)] = max(checks)
+            task = progress.add_task(name, total=len(cells))
+            for _, group in groupby(cells, lambda cell: replace(cell, direction="")):
+                together = list(group)
+                progress.update(task, description=f"{name}: {_announce(together, results, suite)}")
+                for record in _measure(name, suite, together, options):
+                    record.machine = facts
+                    record.date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+                    record.gate = gates[gate.key(record.cell)] if record.contestant == "streamkl" else None
+                    records.append(options.output, record)
+                    results.append(record)
+                progress.advance(task, len(together))
+    finally:
+        torch.set_num_threads(threads_before)
+    return results
+
+
+def _threads(suite: Suite, options: Options) -> tuple[int, ...]:
+    return suite.threads or (options.threads,)
+
+
+def _stored(name: str, suite: Suite, facts: dict[str, str], options: Options) -> list[Record]:
+    """The records of cells that the file has in full, from this commit and machine, of the engine that would run."""
+    if not options.resume or not options.output.exists():
+        return []
+    found = {r.key: r for r in records.read(options.output) if r.suite == name and r.machine == facts}
+    stored = []
+    for cell in suite.cells:
+        engines = ("", engine_name(cell, options.device, options.backend))
+        keys = [Key(name, cell, c, n) for n in _threads(suite, options) for c in suite.contestants]
+        if all(key in found and found[key].engine in engines for key in keys):
+            stored += [found[key] for key in keys]
+    return stored
+
+
+def _announce(cells: list[Cell], results: list[Record], suite: Suite) -> str:
+    """What is measured now; where it runs once, how long ours should take, going by the last cell."""
+    text = f"{cells[0]}{''.join(f' and {cell.direction}' for cell in cells[1:])}"
+    done = [record for record in results if record.contestant == "streamkl" and record.seconds]
+    if not suite.isolated or not done:
+        return text
+    seconds = done[-1].median * cells[0].pairs / done[-1].cell.pairs
+    return f"{text}, about {seconds:.0f} s" if seconds < 120 else f"{text}, about {seconds / 60:.0f} min"
+
+
+def _measure(name: str, suite: Suite, cells: list[Cell], options: Options) -> list[Record]:
+    """One record for each cell, contestant and number of threads."""
+    threads = _threads(suite, options)
+    available = machine.available_bytes(options.device)
+    measured = [Record(name, cell, c, n) for cell in cells for n in threads for c in suite.contestants]
+    for record in measured:
+        record.skipped = refusal(record.contestant, record.cell, options.device, available)
+        if record.contestant == "streamkl":
+            record.engine = engine_name(record.cell, options.device, options.backend)
+    running = {record.key: record for record in measured if record.skipped is None}
+    if not suite.isolated:
+        _time(running, options)
+    for record in running.values():
+        if suite.isolated or (options.memory and record.threads == threads[-1]):
+            once = isolated.run(record.cell, record.contestant, options.backend, options.device, record.threads)
+            record.seconds = record.seconds or [once.seconds]
+            record.extra_bytes, record.resident_bytes = once.extra_bytes, once.resident_bytes
+    return measured
+
+
+def _time(running: dict[Key, Record], options: Options) -> None:
+    """Fills in times, and errors where the cell is a forward."""
+    inputs = {cell: draw_inputs(cell, options.device) for cell in dict.fromkeys(key.cell for key in running)}
+    calls = {key: prepare(key.contestant, key.cell, inputs[key.cell], options.backend) for key in running}
+
+    def ready(key: Key) -> None:
+        if torch.get_num_threads() != key.threads:
+            torch.set_num_threads(key.threads)
+            calls[key]()  # threads that have just been made are not timed
+        finish()
+
+    def finish() -> None:
+        if options.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for key, seconds in measure.alternate(calls, options.budget, ready, finish).items():
+        running[key].seconds = seconds
+    for key, record in running.items():
+        torch.set_num_threads(key.threads)
+        rows = None if key.cell.wanted else row_losses(key.contestant, key.cell, inputs[key.cell], options.backend)
+        if rows is not None:
+            record.error = measure.sampled_error(rows, key.cell, inputs[key.cell])

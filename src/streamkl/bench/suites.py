@@ -1,0 +1,118 @@
+"""The suites: which cells answer which question, and who takes part.
+
+Every suite is one command, ``streamkl bench run NAME``, and `report` has the figures that it is run for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from streamkl.bench.cells import Cell
+from streamkl.bench.models import MODELS
+from streamkl.testing import Heads
+
+QUICK_TOKENS, QUICK_CELLS = 512, 4
+"""The most tokens and cells under ``--quick``, which shows that everything works and measures nothing worth citing."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cells, and how they are measured.
+
+    Attributes:
+        question: What the suite answers.
+        cells: What is run.
+        contestants: Who runs it, ours first.
+        threads: Thread counts that alternate; empty is the one that was asked for.
+        isolated: Each contestant runs once, in a process of its own, for its peak memory, instead of in rounds.
+    """
+
+    question: str
+    cells: tuple[Cell, ...]
+    contestants: tuple[str, ...]
+    threads: tuple[int, ...] = ()
+    isolated: bool = False
+
+    def quick(self) -> Suite:
+        """The suite with few cells of few tokens."""
+        cells = dict.fromkeys(cell.shortened(QUICK_TOKENS) for cell in self.cells)
+        return replace(self, cells=tuple(cells)[:QUICK_CELLS])
+
+
+def _grid(dtype: str, direction: str) -> Iterator[Cell]:
+    for (tokens, heads), dim, mask in product(((4096, 8), (16384, 4)), (64, 128), ("causal", "full")):
+        yield Cell.square(heads, tokens, dim, mask=mask, dtype=dtype, direction=direction)
+
+
+def _against_eager() -> Iterator[Cell]:
+    # Two heads at 8,192: eager's float32 matrices of eight would not fit into 24 GB.
+    for dim, (tokens, heads) in product((128, 64), ((2048, 8), (4096, 8), (8192, 2))):
+        for direction in ("forward", "training"):
+            yield Cell.square(heads, tokens, dim, direction=direction)
+
+
+def _threads() -> Iterator[Cell]:
+    for dim, direction in product((64, 128), ("forward", "training")):
+        yield Cell.square(8, 4096, dim, direction=direction)
+
+
+def _models() -> Iterator[Cell]:
+    for (name, layout), direction in product(MODELS.items(), ("forward", "training")):
+        heads, kv, dim = layout
+        for student in (Heads(heads, kv, heads, kv), Heads(heads, kv, 1, 1)):
+            # A student of one head learns the mean of all; it has the width of the DeepSeek-V3.2 indexer.
+            width = dim if student.student == heads else 128
+            yield Cell(4096, student, (dim, width), direction=direction, label=name)
+
+
+def _one_head(*tokens: int, dtype: str) -> tuple[Cell, ...]:
+    return tuple(Cell.square(1, n, 64, dtype=dtype, direction="training") for n in tokens)
+
+
+SUITES = {
+    "forward": Suite(
+        "What does the divergence cost beside attention, and beside its products alone?",
+        tuple(_grid("bfloat16", "forward")),
+        ("streamkl", "sdpa", "composed", "products"),
+    ),
+    "training": Suite(
+        "What does a training step cost beside one of attention, with student gradients and with all?",
+        tuple(_grid("bfloat16", "training")) + tuple(_grid("bfloat16", "training-both")),
+        ("streamkl", "sdpa"),
+    ),
+    "eager": Suite(
+        "How much faster is it than what people write?",
+        tuple(_against_eager()),
+        ("streamkl", "eager", "compiled", "chunked", "composed", "sdpa", "products"),
+    ),
+    "dtypes": Suite(
+        "Does it hold in float32 and float16?",
+        tuple(_grid("float32", "forward")) + tuple(_grid("float16", "forward")),
+        ("streamkl", "sdpa", "products"),
+    ),
+    "threads": Suite(
+        "What is a second thread worth?",
+        tuple(_threads()),
+        ("streamkl", "sdpa"),
+        threads=(1, 2),
+    ),
+    "long": Suite(
+        "How far does it go, in what memory, and how does time grow?",
+        _one_head(131072, 262144, 1048576, dtype="bfloat16"),
+        ("streamkl",),
+        isolated=True,
+    ),
+    "memory": Suite(
+        "How does memory grow?",
+        _one_head(1024, 2048, 4096, 8192, 16384, 32768, 65536, dtype="float32"),
+        ("streamkl", "eager"),
+        isolated=True,
+    ),
+    "models": Suite(
+        "What does it cost at the layouts of real models, per head and against the mean of all heads?",
+        tuple(_models()),
+        ("streamkl", "sdpa", "products"),
+    ),
+}

@@ -1,0 +1,159 @@
+"""``streamkl bench``: run suites or a shape, and show what files of results say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from streamkl.bench.records import Record
+    from streamkl.bench.suites import Suite
+
+app = typer.Typer(help="Measures speed, memory and error against attention and the usual ways.", no_args_is_help=True)
+SUITES = typer.Argument(None, help="forward, training, eager, dtypes, threads, long, memory, models.")
+RESULTS = typer.Option(Path("bench.jsonl"), help="Where results are added, a line each.")
+DIRECTORY = typer.Option(Path(), help="The directory that the pictures are written to.")
+FILE = typer.Argument(help="Results, as `streamkl bench run` writes them.", exists=True, dir_okay=False)
+
+
+@app.command()
+def run(
+    suites: list[str] = SUITES,
+    shape: str = typer.Option("", help="BATCHxHEADSxTOKENSxDIM instead of a suite, such as 1x8x4096x128."),
+    mask: str = typer.Option("causal", help="causal or full, for --shape."),
+    dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32, for --shape."),
+    direction: str = typer.Option("forward", help="forward, training or training-both, for --shape."),
+    contestants: str = typer.Option("", help="Who takes part, separated by commas; all of them for --shape."),
+    isolated: bool = typer.Option(False, help="Once, in a process of its own, for --shape."),
+    limit_mb: float = typer.Option(float("inf"), help="Fail if ours makes its process resident with more."),
+    quick: bool = typer.Option(False, help="At most 512 tokens, few repetitions: shows that everything works."),
+    backend: str = typer.Option("auto", help="The engine."),
+    device: str = typer.Option("cpu", help="cpu or cuda."),
+    threads: int = typer.Option(0, help="CPU threads; what torch takes if not given."),
+    seconds: float = typer.Option(10.0, help="How long each contestant of a cell repeats itself."),
+    memory: bool = typer.Option(True, help="Measure memory, in a process for each contestant of each cell."),
+    output: Path = RESULTS,
+    resume: bool = typer.Option(False, help="Keep what the file has from this commit and machine."),
+) -> None:
+    """Checks that the engine is right, then measures; prints no figure and exits with 1 if it is not."""
+    import torch
+
+    from streamkl.bench import run as harness
+    from streamkl.bench.gate import RedGateError
+    from streamkl.validation import BACKENDS
+
+    console = Console()
+    _check([backend], BACKENDS, "--backend")
+    chosen = _suites(suites or [], contestants, isolated, shape=shape, mask=mask, dtype=dtype, direction=direction)
+    if quick:
+        chosen = {f"{name}-quick": suite.quick() for name, suite in chosen.items()}
+    options = harness.Options(
+        backend, torch.device(device), threads or torch.get_num_threads(), 0.2 if quick else seconds, memory, resume,
+        output,
+    )  # fmt: skip
+    for name, suite in chosen.items():
+        console.print(f"[bold]{name}[/]: {suite.question}")
+        try:
+            records = harness.run(name, suite, options, console)
+        except RedGateError as error:
+            console.print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
+            sys.exit(1)
+        except RuntimeError as error:  # an engine that cannot run here, a contestant that failed
+            sys.exit(str(error))
+        _show(records, console)
+        peak = max((r.resident_bytes or 0) / 1e6 for r in records if r.contestant == "streamkl")
+        if peak > limit_mb:
+            sys.exit(f"{peak:,.0f} MB resident, more than {limit_mb:,.0f}")
+    console.print(f"Results are in {output}.", highlight=False)
+
+
+@app.command()
+def show(file: Path = FILE) -> None:
+    """Prints what `run` printed."""
+    from streamkl.bench import records, report
+
+    for name, results in report.suites(records.read(file)).items():
+        Console().print(f"[bold]{name}[/]")
+        _show(results, Console())
+
+
+@app.command()
+def table(file: Path = FILE) -> None:
+    """Prints Markdown tables and figures, for a page."""
+    from streamkl.bench import records, report
+
+    for name, results in report.suites(records.read(file)).items():
+        typer.echo(f"### {name}\n\n{report.where(results)}\n")
+        for part in report.compact(results):
+            typer.echo(f"{part.markdown()}\n")
+        typer.echo("\n".join(f"- {line}" for line in report.summary(results)) + "\n")
+
+
+@app.command()
+def plot(
+    file: Path = FILE,
+    output: Path = DIRECTORY,
+) -> None:
+    """Draws what the results have: time beside attention, speed-up over eager, memory."""
+    from streamkl.bench import records
+
+    try:
+        from streamkl.bench import plots
+    except ImportError:
+        sys.exit("pictures need matplotlib: pip install 'streamkl[bench]'")
+    written = plots.draw(records.read(file), output)
+    if not written:
+        sys.exit(f"{file} has nothing to draw")
+    for path in written:
+        typer.echo(str(path))
+
+
+def _suites(names: list[str], contestants: str, isolated: bool, **cell: str) -> dict[str, Suite]:
+    """The suites that are named, or one made of the shape that is given."""
+    from dataclasses import replace
+
+    from streamkl.bench.cells import DIRECTIONS, DTYPES, MASKS, Cell
+    from streamkl.bench.contestants import SUMMARIES
+    from streamkl.bench.suites import SUITES, Suite
+
+    if bool(names) == bool(cell["shape"]):
+        raise typer.BadParameter(f"name suites ({', '.join(SUITES)}), or give a --shape")
+    for option, allowed in (("mask", MASKS), ("dtype", DTYPES), ("direction", DIRECTIONS)):
+        _check([cell[option]], allowed, f"--{option}")
+    _check(names, SUITES, "a suite")
+    who = tuple(SUMMARIES) if contestants in ("", "all") else tuple(contestants.split(","))
+    _check(who, SUMMARIES, "a contestant")
+    if not names:
+        try:
+            return {"shape": Suite("What does this shape cost?", (Cell.of_shape(**cell),), who, isolated=isolated)}
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return {name: replace(SUITES[name], contestants=who) if contestants else SUITES[name] for name in names}
+
+
+def _check(given: Iterable[str], allowed: Collection[str], what: str) -> None:
+    for name in given:
+        if name not in allowed:
+            raise typer.BadParameter(f"{what} is one of {', '.join(allowed)}, not {name!r}")
+
+
+def _show(records: list[Record], console: Console) -> None:
+    from streamkl.bench import report
+
+    console.print(report.where(records), highlight=False)
+    for part in report.detailed(records):
+        table = Table(title=part.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for n, column in enumerate(part.columns):
+            table.add_column(column, justify="left" if n < 2 else "right", no_wrap=True)
+        for row in part.rows:
+            table.add_row(*row, style="bold" if row[1].startswith("streamkl") else "")
+        console.print(table)
+    for line in report.skipped(records) + report.summary(records):
+        console.print(line, highlight=False, soft_wrap=True)

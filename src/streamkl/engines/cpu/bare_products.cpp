@@ -1,0 +1,91 @@
+// The tile products of a forward and nothing else, on operands that are packed already: the yardstick of the benchmark.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/native/CPUBlas.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+namespace streamkl::cpu {
+namespace {
+
+using at::Tensor;
+
+// q [B, H, N, inner]; k [B, Hkv, tiles, inner, block_k], in pairs of inner for bfloat16 and float16.
+template <typename P>
+struct Packed {
+  const P *q, *k;
+  int64_t heads, kv_heads, rows, inner, tiles, block_k;
+  Packed(const Tensor& q_, const Tensor& k_)
+      : q(q_.const_data_ptr<P>()), k(k_.const_data_ptr<P>()), heads(q_.size(1)), kv_heads(k_.size(1)), rows(q_.size(2)),
+        inner(q_.size(3)), tiles(k_.size(2)), block_k(k_.size(4)) {}
+
+  // x[count, block_k] = the rows from `row` on against tile `tile`; returns the last of them.
+  float product(int64_t batch, int64_t head, int64_t row, int64_t count, int64_t tile, float* x) const {
+    const int64_t kv = batch * kv_heads + head / (heads / kv_heads);
+    at::native::cpublas::brgemm(
+        count, block_k, inner, inner, block_k, block_k, false, q + ((batch * heads + head) * rows + row) * inner,
+        k + (kv * tiles + tile) * inner * block_k, x, !std::is_same_v<P, float>);
+    return x[(count - 1) * block_k + block_k - 1];
+  }
+};
+
+template <typename P>
+void multiply(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, int64_t block_q, bool causal,
+    float* sums) {
+  const Packed<P> a(a_q, a_k), b(b_q, b_k);
+  const int64_t batch = a_q.size(0), group = a.heads / b.heads, blocks = (a.rows + block_q - 1) / block_q;
+  const int64_t tasks = batch * b.heads * blocks;
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> xa(block_q * a.block_k), xb(block_q * a.block_k);
+    for (int64_t thread = begin; thread < end; thread++) {
+      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+        const int64_t block = blocks - 1 - task % blocks, r = task / blocks % b.heads, n = task / blocks / b.heads;
+        const int64_t row = block * block_q, count = std::min(block_q, a.rows - row);
+        const int64_t tiles = causal ? std::min(a.tiles, (row + count + a.block_k - 1) / a.block_k) : a.tiles;
+        float sum = 0.0f;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+          for (int64_t head = r * group; head < (r + 1) * group; head++)
+            sum += a.product(n, head, row, count, tile, xa.data());
+          sum += b.product(n, r, row, count, tile, xb.data());
+        }
+        sums[task] = sum;
+      }
+    }
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+// Returns, for each block of rows, the sum of its tiles' last products, [B * R * blocks], the last block of a head first.
+Tensor bare_products(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, int64_t block_q, bool causal) {
+  TORCH_CHECK(
+      a_q.is_contiguous() && a_k.is_contiguous() && b_q.is_contiguous() && b_k.is_contiguous() &&
+          a_k.size(4) == b_k.size(4) && a_k.scalar_type() == a_q.scalar_type() &&
+          b_q.scalar_type() == a_q.scalar_type() && b_k.scalar_type() == a_q.scalar_type(),
+      "bare_products: contiguous operands of one dtype and tile size");
+  const int64_t blocks = (a_q.size(2) + block_q - 1) / block_q;
+  auto sums = at::zeros({a_q.size(0) * b_q.size(1) * blocks}, a_q.options().dtype(at::kFloat));
+  auto* out = sums.mutable_data_ptr<float>();
+  switch (a_q.scalar_type()) {
+    case at::kBFloat16: multiply<at::BFloat16>(a_q, a_k, b_q, b_k, block_q, causal, out); break;
+    case at::kHalf: multiply<at::Half>(a_q, a_k, b_q, b_k, block_q, causal, out); break;
+    default: multiply<float>(a_q, a_k, b_q, b_k, block_q, causal, out);
+  }
+  return sums;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(streamkl_cpu, library) {
+  library.def("bare_products(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, int block_q, bool causal) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(streamkl_cpu, CPU, library) { library.impl("bare_products", &bare_products); }
+
+}  // namespace streamkl::cpu

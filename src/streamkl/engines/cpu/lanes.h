@@ -1,0 +1,214 @@
+// Sixteen floats side by side, and what is done to them: one AVX-512 register, or two of AVX2.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define STREAMKL_INLINE [[gnu::always_inline]] inline
+
+namespace streamkl::cpu {
+
+constexpr int64_t kLanes = 16;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+using Lanes = float __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
+using Shorts = uint16_t __attribute__((vector_size(32)));
+
+template <typename To, typename From>
+STREAMKL_INLINE To bits_of(const From& x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To bits;
+  std::memcpy(&bits, &x, sizeof(To));
+  return bits;
+}
+
+template <typename V = Lanes, typename T>
+STREAMKL_INLINE V load(const T* from) {
+  V v;
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+template <typename T, typename V>
+STREAMKL_INLINE void store(T* to, const V& v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+
+STREAMKL_INLINE Lanes splat(float x) { return Lanes{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+STREAMKL_INLINE Ints iota() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+STREAMKL_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) {
+#ifdef __AVX512F__
+  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The larger one; b where one of them is nan.
+STREAMKL_INLINE Lanes max(Lanes a, Lanes b) {
+#ifdef __AVX512F__
+  return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+STREAMKL_INLINE bool any(Ints mask) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  int32_t all = 0;
+  for (int l = 0; l < kLanes; l++) all |= mask[l];
+  return all != 0;
+#endif
+}
+
+// How exponentials are made. Products of bfloat16 and float16 err by far more than kFast does.
+enum class Precision { kFast, kExact };
+
+// e^x within 2 ulp (kExact) or, for small x, 2e-7 of it (kFast, which has no denormal results). nan stays nan, -inf gives 0.
+template <Precision precision>
+STREAMKL_INLINE Lanes exponential(Lanes x) {
+  if constexpr (precision == Precision::kFast) {
+    const Lanes t = x * 1.44269504088896341f;
+#ifdef __AVX512F__
+    const Lanes f = (Lanes)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF);
+#else
+    const Lanes clamped = t < -126.0f ? splat(-127.0f) : t > 127.0f ? splat(128.0f) : t;
+    Lanes n = (clamped + 12582912.0f) - 12582912.0f;
+    n = n > clamped ? n - 1.0f : n;
+    const Lanes f = clamped - n;
+#endif
+    Lanes p = fma(splat(1.86713017e-3f), f, splat(9.01702978e-3f));
+    p = fma(p, f, splat(5.57999127e-2f));
+    p = fma(p, f, splat(2.40164444e-1f));
+    p = fma(p, f, splat(6.93151295e-1f));
+    p = fma(p, f, splat(1.0f));
+#ifdef __AVX512F__
+    return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)t);
+#else
+    const Lanes power = bits_of<Lanes>((__builtin_convertvector(n, Ints) + 127) << 23);
+    return x != x ? x : p * power;
+#endif
+  } else {
+    const Lanes clamped = x < -104.0f ? splat(-104.0f) : x > 89.0f ? splat(89.0f) : x;
+    const Lanes n = (clamped * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+    Lanes r = fma(n, splat(-0.693359375f), clamped);
+    r = fma(n, splat(2.12194440e-4f), r);
+    Lanes p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+#ifdef __AVX512F__
+    return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    // 2^n in two steps, so that results below the smallest normal are reached.
+    const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1, rest = whole - half;
+    const Lanes value = p * bits_of<Lanes>((half + 127) << 23) * bits_of<Lanes>((rest + 127) << 23);
+    return x != x ? x : value;
+#endif
+  }
+}
+
+// ln x within 2 ulp, for x > 0.
+STREAMKL_INLINE Lanes logarithm(Lanes x) {
+  const Ints small = x < 1.17549435e-38f;
+  const Lanes scaled = small ? x * 8388608.0f : x;
+  Ints bits = bits_of<Ints>(scaled);
+  const Ints exponent = (bits - 0x3f3504f3) >> 23;
+  const Lanes f = bits_of<Lanes>(bits - (exponent << 23)) - 1.0f;
+  const Lanes e = __builtin_convertvector(exponent, Lanes) - (small ? splat(23.0f) : splat(0.0f));
+  Lanes p = fma(splat(7.0376836292e-2f), f, splat(-1.1514610310e-1f));
+  p = fma(p, f, splat(1.1676998740e-1f));
+  p = fma(p, f, splat(-1.2420140846e-1f));
+  p = fma(p, f, splat(1.4249322787e-1f));
+  p = fma(p, f, splat(-1.6668057665e-1f));
+  p = fma(p, f, splat(2.0000714765e-1f));
+  p = fma(p, f, splat(-2.4999993993e-1f));
+  p = fma(p, f, splat(3.3333331174e-1f));
+  const Lanes f2 = f * f;
+  p = p * f * f2;
+  p = fma(e, splat(-2.12194440e-4f), p);
+  p = fma(splat(-0.5f), f2, p);
+  return x != x ? x : fma(e, splat(0.693359375f), f + p);
+}
+
+// Sixteen floats as sixteen numbers of two bytes, to nearest even.
+template <typename P>
+STREAMKL_INLINE Shorts rounded(Lanes x) {
+  if constexpr (std::is_same_v<P, c10::BFloat16>) {
+#ifdef __AVX512BF16__
+    return bits_of<Shorts>(_mm512_cvtneps_pbh((__m512)x));
+#else
+    const Words bits = bits_of<Words>(x);
+    const Words up = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return __builtin_convertvector(x != x ? Words{} + 0x7fc0u : up, Shorts);
+#endif
+  } else {
+#ifdef __AVX512F__
+    return bits_of<Shorts>(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    Shorts y;
+    for (int l = 0; l < kLanes; l++) y[l] = c10::Half(x[l]).x;
+    return y;
+#endif
+  }
+}
+
+// Sixteen numbers of two bytes as floats.
+template <typename T>
+STREAMKL_INLINE Lanes widened(Shorts x) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    return bits_of<Lanes>(__builtin_convertvector(x, Words) << 16);
+  } else {
+#ifdef __AVX512F__
+    return (Lanes)_mm512_cvtph_ps(bits_of<__m256i>(x));
+#else
+    Lanes y;
+    for (int l = 0; l < kLanes; l++) y[l] = c10::Half(x[l], c10::Half::from_bits());
+    return y;
+#endif
+  }
+}
+
+// Pairs as matrix engines want them: the even ones in the low halves.
+STREAMKL_INLINE Words paired(Shorts even, Shorts odd) {
+  return __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
+}
+
+// to[c][r] = from[r][c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns.
+STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void* to, int64_t to_bytes) {
+  constexpr Words low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+  Words x[16], y[16];
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; r++) x[r] = load<Words>(static_cast<const char*>(from) + r * from_bytes);
+#pragma GCC unroll 4
+  for (int stage = 0; stage < 4; stage++) {
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; r++) {
+      y[2 * r] = __builtin_shuffle(x[r], x[r + 8], low);
+      y[2 * r + 1] = __builtin_shuffle(x[r], x[r + 8], high);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) x[r] = y[r];
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; r++) store(static_cast<char*>(to) + r * to_bytes, x[r]);
+}
+
+}  // namespace streamkl::cpu

@@ -1,0 +1,189 @@
+// What a row keeps while its tiles go by, sixteen rows at a time, with the names of state.py.
+#pragma once
+
+#include "lanes.h"
+
+#include <algorithm>
+
+namespace streamkl::cpu {
+
+// Which keys of a tile sixteen rows see: each row a run [first, last), all of them [full_begin, full_end), none outside
+// of [begin, end).
+struct Span {
+  int64_t begin, full_begin, full_end, end;
+  Ints first, last;
+};
+
+// How the keys a row may see follow from where it is: a causal mask and a window leave a run of them.
+struct Window {
+  int64_t left, right;  // -1 is unbounded
+
+  int64_t first(int64_t i) const { return left < 0 ? std::numeric_limits<int64_t>::min() : i - left; }
+  int64_t last(int64_t i) const { return right < 0 ? std::numeric_limits<int64_t>::max() : i + right + 1; }
+
+  // The span of the rows i ... i + 15, counted from the diagonal, among the keys [j0, j1), relative to origin.
+  Span span(int64_t i, int64_t j0, int64_t j1, int64_t origin) const {
+    const auto within = [&](int64_t j) { return std::clamp(j, j0, j1) - origin; };
+    Span span{within(first(i)), within(first(i + kLanes - 1)), within(last(i)), within(last(i + kLanes - 1)), {}, {}};
+    if (span.begin == span.full_begin && span.full_end == span.end) return span;
+    for (int l = 0; l < kLanes; l++) {
+      span.first[l] = static_cast<int32_t>(within(first(i + l)));
+      span.last[l] = static_cast<int32_t>(within(last(i + l)));
+    }
+    span.full_end = std::max(span.full_end, span.full_begin);
+    return span;
+  }
+};
+
+// The same without the rows that are to be left out.
+inline Span without(Span span, Ints rows) {
+  if (!any(rows)) return span;
+  const bool whole = span.begin == span.full_begin && span.full_end == span.end;
+  const Ints first = whole ? Ints{} + static_cast<int32_t>(span.begin) : span.first;
+  const Ints last = whole ? Ints{} + static_cast<int32_t>(span.end) : span.last;
+  return {span.begin, span.end, span.end, span.end, first, rows ? Ints{} : last};
+}
+
+struct All {};
+STREAMKL_INLINE Lanes select(All, Lanes a, Lanes) { return a; }
+STREAMKL_INLINE Lanes select(Ints mask, Lanes a, Lanes b) { return mask ? a : b; }
+
+// Visits the keys of a span: visit(j, mask, turn). turn is 0 or 1, for sums that are kept in two to be exacter.
+template <typename Visit>
+STREAMKL_INLINE void each_key(const Span& span, const Visit& visit) {
+  const auto masked = [&](int64_t begin, int64_t end) {
+    for (int64_t j = begin; j < end; j++) {
+      const auto key = static_cast<int32_t>(j);
+      visit(j, (span.first <= key) & (span.last > key), 0);
+    }
+  };
+  if (span.begin < span.full_begin) masked(span.begin, std::min(span.full_begin, span.end));
+  int64_t j = span.full_begin;
+  for (; j + 2 <= span.full_end; j += 2) {
+    visit(j, All{}, 0);
+    visit(j + 1, All{}, 1);
+  }
+  for (; j < span.full_end; j++) visit(j, All{}, 0);
+  if (j < span.end) masked(j, span.end);
+}
+
+template <bool relu>
+STREAMKL_INLINE Lanes logit(Lanes x, Lanes scale) {
+  return relu ? max(splat(0.0f), x * scale) : x * scale;
+}
+
+template <bool relu>
+STREAMKL_INLINE Lanes largest(const float* x, int64_t stride, const Span& span, Lanes scale) {
+  Lanes top[2] = {splat(-kInf), splat(-kInf)};
+  each_key(span, [&](int64_t j, auto mask, int turn) {
+    top[turn] = max(select(mask, logit<relu>(load(x + j * stride), scale), splat(-kInf)), top[turn]);
+  });
+  return max(top[0], top[1]);
+}
+
+// By how much sums shrink when m is raised; exactly 1 where it is not.
+template <Precision precision>
+STREAMKL_INLINE Lanes shrink(Lanes m, Lanes merged) {
+  const Lanes factor = m == -kInf ? Lanes{} : exponential<precision>(m - merged);
+  return m == merged ? splat(1.0f) : factor;
+}
+
+// kFast leaves m where the first tile put it until logits lie so far above it that a tile's weights add up to this.
+constexpr float kLate = 1 << 14;
+
+// Where m is to stand for a tile: kExact keeps it at the maximum, kFast moves it where it must.
+template <Precision precision, bool relu>
+STREAMKL_INLINE Lanes reference(Lanes m, Ints late, const float* x, int64_t stride, const Span& span, Lanes scale) {
+  if (precision == Precision::kFast && !any(late)) return m;
+  const Lanes top = max(largest<relu>(x, stride, span, scale), m);
+  return precision == Precision::kExact ? top : late ? top : m;
+}
+
+struct LogSumExp {
+  Lanes m = splat(-kInf), l = {};
+
+  template <Precision precision, bool relu>
+  void update(const float* x, int64_t stride, const Span& span, float factor) {
+    const Lanes scale = splat(factor);
+    Lanes sum[2];
+    Ints late = m == -kInf;
+    do {
+      const Lanes top = reference<precision, relu>(m, late, x, stride, span, scale);
+      l *= shrink<precision>(m, top);
+      m = top;
+      sum[0] = sum[1] = Lanes{};
+      each_key(span, [&](int64_t j, auto mask, int turn) {
+        const Lanes z = logit<relu>(load(x + j * stride), scale) - top;
+        sum[turn] += select(mask, exponential<precision>(z), Lanes{});
+      });
+      late = sum[0] + sum[1] > kLate;
+    } while (precision == Precision::kFast && any(late));
+    l += sum[0] + sum[1];
+  }
+};
+
+struct PairedState {
+  Lanes m_a = splat(-kInf), l_a = {}, m_b = splat(-kInf), l_b = {}, acc = {};
+
+  template <Precision precision, bool relu_a, bool relu_b>
+  void update(const float* a, const float* b, int64_t stride, const Span& span, float factor_a, float factor_b) {
+    const Lanes scale_a = splat(factor_a), scale_b = splat(factor_b);
+    Lanes sum_a[2], sum_b[2], sum[2];
+    Ints late_a = m_a == -kInf, late_b = m_b == -kInf;
+    do {
+      const Lanes top_a = reference<precision, relu_a>(m_a, late_a, a, stride, span, scale_a);
+      const Lanes top_b = reference<precision, relu_b>(m_b, late_b, b, stride, span, scale_b);
+      raise<precision>(top_a, top_b);
+      for (int turn : {0, 1}) sum_a[turn] = sum_b[turn] = sum[turn] = Lanes{};
+      each_key(span, [&](int64_t j, auto mask, int turn) {
+        const Lanes za = logit<relu_a>(load(a + j * stride), scale_a) - top_a;
+        const Lanes zb = logit<relu_b>(load(b + j * stride), scale_b) - top_b;
+        const Lanes weight = exponential<precision>(za);
+        sum_a[turn] += select(mask, weight, Lanes{});
+        sum_b[turn] += select(mask, exponential<precision>(zb), Lanes{});
+        sum[turn] = select(mask, fma(weight, za - zb, sum[turn]), sum[turn]);
+      });
+      late_a = sum_a[0] + sum_a[1] > kLate;
+      late_b = sum_b[0] + sum_b[1] > kLate;
+    } while (precision == Precision::kFast && any(late_a | late_b));
+    l_a += sum_a[0] + sum_a[1];
+    l_b += sum_b[0] + sum_b[1];
+    acc += sum[0] + sum[1];
+  }
+
+ private:
+  template <Precision precision>
+  STREAMKL_INLINE void raise(Lanes top_a, Lanes top_b) {
+    const Lanes alpha = shrink<precision>(m_a, top_a), beta = shrink<precision>(m_b, top_b);
+    acc = l_a == 0.0f ? acc : alpha * (acc + l_a * ((m_a - top_a) - (m_b - top_b)));
+    l_a *= alpha;
+    l_b *= beta;
+    m_a = top_a;
+    m_b = top_b;
+  }
+};
+
+// Against a mixture p, whose values are known. s is the sum of p and acc that of p (ln p - b).
+struct MixtureState {
+  Lanes m_b = splat(-kInf), l_b = {}, s = {}, acc = {};
+
+  template <Precision precision, bool relu>
+  void update(const float* p, const float* b, int64_t stride, const Span& span, float factor) {
+    const Lanes scale = splat(factor);
+    const Lanes top = max(largest<relu>(b, stride, span, scale), m_b);
+    Lanes sum_b[2] = {}, sum_p[2] = {}, sum[2] = {};
+    each_key(span, [&](int64_t j, auto mask, int turn) {
+      const Lanes weight = load(p + j * stride), zb = logit<relu>(load(b + j * stride), scale) - top;
+      sum_b[turn] += select(mask, exponential<precision>(zb), Lanes{});
+      sum_p[turn] += select(mask, weight, Lanes{});
+      const Lanes term = weight == 0.0f ? Lanes{} : weight * (logarithm(weight) - zb);
+      sum[turn] += select(mask, term, Lanes{});
+    });
+    acc = (s == 0.0f ? acc : acc + s * (top - m_b)) + (sum[0] + sum[1]);
+    s += sum_p[0] + sum_p[1];
+    l_b = l_b * shrink<precision>(m_b, top) + (sum_b[0] + sum_b[1]);
+    m_b = top;
+  }
+};
+
+}  // namespace streamkl::cpu

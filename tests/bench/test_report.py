@@ -1,0 +1,70 @@
+"""The figures are those of the records."""
+
+from streamkl.bench.cells import Cell
+from streamkl.bench.records import Record
+from streamkl.bench.report import by_cell, compact, detailed, skipped, speedups, summary
+
+
+def record(cell: Cell, contestant: str, seconds: float, threads: int = 2, **rest: object) -> Record:
+    return Record("a suite", cell, contestant, threads, seconds=[seconds] * 3, **rest)  # type: ignore[arg-type]
+
+
+def grid() -> list[Record]:
+    """Ours takes 1 s at D = 64 and 2 s at 128; attention 2 s and 1 s, the products half of ours and a quarter."""
+    records = []
+    for dim, ours, attention, products in ((64, 1.0, 2.0, 0.5), (128, 2.0, 1.0, 0.5)):
+        cell = Cell.square(8, 4096, dim)
+        times = {"streamkl": ours, "sdpa": attention, "products": products}
+        records += [record(cell, name, seconds) for name, seconds in times.items()]
+    return records
+
+
+def test_geometric_mean_and_ends() -> None:
+    lines = summary(grid())
+    ends = "0.5 (4,096 x 8x64 causal) to 2 (4,096 x 8x128 causal)"
+    assert f"forward, bfloat16: streamkl / sdpa: 1 in the geometric mean of 2 cells, {ends}" in lines
+    assert any(line.startswith("forward, bfloat16: streamkl / products: 2.83 in the geometric mean") for line in lines)
+    assert "forward, bfloat16: streamkl / products at D = 128: 4" in lines
+
+
+def test_a_backward_is_what_it_adds_to_the_forward() -> None:
+    records = []
+    for direction, ours, eager in (("forward", 1.0, 40.0), ("training", 3.0, 60.0)):
+        cell = Cell.square(8, 4096, 128, direction=direction)
+        records += [record(cell, "streamkl", ours), record(cell, "eager", eager)]
+    (speedup,) = speedups(by_cell(records)).values()
+    assert speedup == {"forward": 40.0, "training": 20.0, "backward": 10.0}
+    assert "eager / streamkl, backward, D = 128: 10x at 4,096" in summary(records)
+
+
+def test_threads_are_compared_with_themselves() -> None:
+    cell = Cell.square(8, 4096, 64)
+    records = [record(cell, name, s, n) for name in ("streamkl", "sdpa") for n, s in ((1, 1.8), (2, 1.0))]
+    assert summary(records) == [
+        "forward, bfloat16: streamkl on 2 threads instead of 1 is faster by 1.8",
+        "forward, bfloat16: sdpa on 2 threads instead of 1 is faster by 1.8",
+    ]
+
+
+def test_what_ran_once_shows_how_time_and_memory_grow() -> None:
+    records = []
+    for tokens, seconds in ((1024, 1.0), (2048, 4.1)):
+        cell = Cell.square(1, tokens, 64, direction="training")
+        records.append(Record("long", cell, "streamkl", 2, seconds=[seconds], resident_bytes=500_000_000))
+    first, second = summary(records)
+    assert first.endswith("training: 1.0 s, 500.0 MB resident")
+    assert second.endswith("4.1 s, 500.0 MB resident, 4.10x the time of 1,024 tokens for 4.00x the work")
+
+
+def test_tables_have_every_cell_and_contestant() -> None:
+    records = grid()
+    records.append(Record("a suite", records[0].cell, "eager", 2, skipped="too large"))
+    (table,) = detailed(records)
+    assert [row[1] for row in table.rows] == ["streamkl", "sdpa", "products", "eager", "streamkl", "sdpa", "products"]
+    assert table.rows[1][2:5] == ["2,000", "0", "0.5"]
+    (page,) = compact(records)
+    assert page.rows[0] == ["4,096 x 8x64 causal", "1,000", "2,000", "500", "0.5", "2", ""]
+    assert page.markdown().count("\n| ") == 4
+    assert skipped(records) == ["eager left out of 4,096 tokens, 8x64, causal, bfloat16, forward: too large"]
+    records.append(Record("a suite", records[3].cell, "eager", 2, skipped="too large"))
+    assert skipped(records) == ["eager left out of 2 cells: too large"]
