@@ -82,6 +82,8 @@ class Sweep:
             problem.support.nq,
             problem.support.nk,
             *(min(bound or 0, UNBOUNDED) for bound in (problem.support.left, problem.support.right)),
+            problem.a.dim,
+            problem.b.dim,
         )
 
     @property

@@ -41,12 +41,12 @@ from streamkl.engines.triton.kernels.primitives import (
 
 @triton.jit
 def _product(
-    b_q, b_k, p_q, m_q, stride_qd, p_k, m_k, stride_kd,
+    b_q, b_k, p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """``q @ k^T`` of a tile, from what is held or, where heads are too wide for that, chunk by chunk."""
     if SIDE.chunked:
-        return chunked_product(p_q, m_q, stride_qd, p_k, m_k, stride_kd, ROWS, KEYS, SIDE, MASKED)
+        return chunked_product(p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, MASKED)
     else:
         return dot(b_q, tl.trans(b_k), SIDE.upcast)
 
@@ -126,7 +126,9 @@ def _key_sweep(
                 m_qa &= tl.abs(r_ma) < float("inf")
             if not A.chunked:
                 b_qa = load_tile(p_qa, m_qa, strides_qa[3], 0, A.dim, A.block, True)
-            b_sa = _product(b_qa, b_ka, p_qa, m_qa, strides_qa[3], p_ka, m_j, strides_ka[3], ROWS, KEYS, A, True)
+            b_sa = _product(
+                b_qa, b_ka, p_qa, m_qa, strides_qa[3], p_ka, m_j, strides_ka[3], extent[4], ROWS, KEYS, A, True
+            )
             r_la = tl.load(l_a + o_row, mask=m_live, other=IGNORED)
             b_a = shifted(b_sa, scale_a, r_ma, m_pair, A, MASKED)
             b_p = probabilities(b_a, r_la)
@@ -134,8 +136,8 @@ def _key_sweep(
             o_row_a = (batch.to(tl.int64) * (units * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
             p_qa = row_pointers(q_a, strides_qa, batch, o_h * GROUP.size, q_start + o_i)
             b_p = target(
-                p_qa, m_a + o_row_a, l_a + o_row_a, m_live, strides_qa[1], strides_qa[3], extent[0], p_ka, m_j,
-                strides_ka[1], strides_ka[3], unit * GROUP.pack * GROUP.size, scale_a, m_pair,
+                p_qa, m_a + o_row_a, l_a + o_row_a, m_live, strides_qa[1], strides_qa[3], extent[0], extent[4],
+                p_ka, m_j, strides_ka[1], strides_ka[3], unit * GROUP.pack * GROUP.size, scale_a, m_pair,
                 ROWS, KEYS, A, GROUP, MASKED,
             )  # fmt: skip
             b_a = b_p
@@ -147,7 +149,7 @@ def _key_sweep(
             m_qb &= tl.abs(r_m) < float("inf")
         if not B.chunked:
             b_qb = load_tile(p_q, m_qb, strides_qb[3], 0, B.dim, B.block, True)
-        b_sb = _product(b_qb, b_kb, p_q, m_qb, strides_qb[3], p_kb, m_j, strides_kb[3], ROWS, KEYS, B, True)
+        b_sb = _product(b_qb, b_kb, p_q, m_qb, strides_qb[3], p_kb, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, True)
         b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
 
         if LOSS:
@@ -276,12 +278,14 @@ def _query_sweep(
                 b_ka = load_tile(p_ja, m_j, strides_ka[3], 0, A.dim, A.block, MASKED)
                 if MASKED and WANT_A:
                     b_ka = finite(b_ka)
-            b_sa = _product(b_qa, b_ka, p_qa, m_live, strides_qa[3], p_ja, m_j, strides_ka[3], ROWS, KEYS, A, MASKED)
+            b_sa = _product(
+                b_qa, b_ka, p_qa, m_live, strides_qa[3], p_ja, m_j, strides_ka[3], extent[4], ROWS, KEYS, A, MASKED
+            )
             b_a = shifted(b_sa, scale_a, r_ma, m_pair, A, MASKED)
             b_p = probabilities(b_a, r_la)
         else:
             b_p = target(
-                p_qa, p_ma, p_la, m_live, strides_qa[1], strides_qa[3], extent[0], p_ja, m_j, strides_ka[1],
+                p_qa, p_ma, p_la, m_live, strides_qa[1], strides_qa[3], extent[0], extent[4], p_ja, m_j, strides_ka[1],
                 strides_ka[3], first_head, scale_a, m_pair, ROWS, KEYS, A, GROUP, MASKED,
             )  # fmt: skip
             b_a = b_p
@@ -292,7 +296,9 @@ def _query_sweep(
             b_kb = load_tile(p_j, m_j, strides_kb[3], 0, B.dim, B.block, MASKED)
             if MASKED and WANT_B:
                 b_kb = finite(b_kb)
-        b_sb = _product(b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], ROWS, KEYS, B, MASKED)
+        b_sb = _product(
+            b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, MASKED
+        )
         b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
 
         if LOSS:

@@ -30,12 +30,12 @@ from streamkl.engines.triton.kernels.primitives import (
 
 @triton.jit
 def _product(
-    b_q, p_q, m_q, strides_q, p_k, m_k, strides_k,
+    b_q, p_q, m_q, strides_q, p_k, m_k, strides_k, dim,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """``q @ k^T`` of a tile, with the queries held in ``b_q`` unless they are too wide."""
     if SIDE.chunked:
-        return chunked_product(p_q, m_q, strides_q[3], p_k, m_k, strides_k[3], ROWS, KEYS, SIDE, MASKED)
+        return chunked_product(p_q, m_q, strides_q[3], p_k, m_k, strides_k[3], dim, ROWS, KEYS, SIDE, MASKED)
     else:
         b_k = load_tile(p_k, m_k, strides_k[3], 0, SIDE.dim, SIDE.block, MASKED)
         return dot(b_q, tl.trans(b_k), SIDE.upcast)
@@ -60,9 +60,9 @@ def _paired_sweep(
         o_j = t * KEYS + tl.arange(0, KEYS)
         m_j = o_j < k_len
         p_j = p_ka + o_j.to(tl.int64) * strides_ka[2]
-        b_a = _product(b_qa, p_qa, m_q, strides_qa, p_j, m_j, strides_ka, ROWS, KEYS, A, MASKED)
+        b_a = _product(b_qa, p_qa, m_q, strides_qa, p_j, m_j, strides_ka, extent[4], ROWS, KEYS, A, MASKED)
         p_j = p_kb + o_j.to(tl.int64) * strides_kb[2]
-        b_b = _product(b_qb, p_qb, m_q, strides_qb, p_j, m_j, strides_kb, ROWS, KEYS, B, MASKED)
+        b_b = _product(b_qb, p_qb, m_q, strides_qb, p_j, m_j, strides_kb, extent[5], ROWS, KEYS, B, MASKED)
         b_a = logits(b_a, scale_a, A)
         b_b = logits(b_b, scale_b, B)
         if MASKED:
@@ -167,11 +167,11 @@ def _mixture_sweep(
             m_pair = allowed_pairs(o_i, o_j, q_len, k_len, extent, MASK)
         p_j = p_ka + o_j.to(tl.int64) * strides_ka[2]
         b_p = target(
-            p_qa, p_ma, p_la, m_q, strides_qa[1], strides_qa[3], extent[0], p_j, m_j, strides_ka[1], strides_ka[3],
-            first_head, scale_a, m_pair, ROWS, KEYS, A, GROUP, MASKED,
+            p_qa, p_ma, p_la, m_q, strides_qa[1], strides_qa[3], extent[0], extent[4], p_j, m_j, strides_ka[1],
+            strides_ka[3], first_head, scale_a, m_pair, ROWS, KEYS, A, GROUP, MASKED,
         )  # fmt: skip
         p_j = p_kb + o_j.to(tl.int64) * strides_kb[2]
-        b_b = _product(b_qb, p_qb, m_q, strides_qb, p_j, m_j, strides_kb, ROWS, KEYS, B, MASKED)
+        b_b = _product(b_qb, p_qb, m_q, strides_qb, p_j, m_j, strides_kb, extent[5], ROWS, KEYS, B, MASKED)
         b_b = logits(b_b, scale_b, B)
         if MASKED:
             b_b = tl.where(m_pair, b_b, NONE)

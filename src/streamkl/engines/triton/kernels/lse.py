@@ -43,7 +43,7 @@ def _sweep(
         m_j = o_j < k_len
         p_j = p_k + o_j.to(tl.int64) * stride_kn
         if SIDE.chunked:
-            b_s = chunked_product(p_q, m_q, stride_qd, p_j, m_j, stride_kd, ROWS, KEYS, SIDE, MASKED)
+            b_s = chunked_product(p_q, m_q, stride_qd, p_j, m_j, stride_kd, extent[4], ROWS, KEYS, SIDE, MASKED)
         else:
             b_k = load_tile(p_j, m_j, stride_kd, 0, SIDE.dim, SIDE.block, MASKED)
             b_s = dot(b_q, tl.trans(b_k), SIDE.upcast)

@@ -190,12 +190,15 @@ def dot_add(b_x, b_y, b_acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def chunked_product(
-    p_q, m_q, stride_qd, p_k, m_k, stride_kd, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr,
+    p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim, ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """``q @ k^T`` of heads too wide to hold, ``[rows, keys]``: both are read again, chunk by chunk."""
+    """``q @ k^T`` of heads too wide to hold, ``[rows, keys]``: both are read again, chunk by chunk.
+
+    ``dim`` is that of the side, yet no constant: the loop would be unrolled, and its registers spilled.
+    """
     b_s = tl.zeros([ROWS, KEYS], tl.float32)
-    for d0 in range(0, SIDE.dim, SIDE.block):
+    for d0 in range(0, dim, SIDE.block):
         b_q = load_tile(p_q, m_q, stride_qd, d0, SIDE.dim, SIDE.block, True)
         b_k = load_tile(p_k, m_k, stride_kd, d0, SIDE.dim, SIDE.block, MASKED)
         b_s = dot_add(b_q, tl.trans(b_k), b_s, SIDE.upcast)
@@ -287,7 +290,7 @@ def probabilities(b_x, l):
 
 @triton.jit
 def target(
-    p_q, p_m, p_l, m_q, stride_qh, stride_qd, nq, p_k, m_k, stride_kh, stride_kd, first_head, scale, m_pair,
+    p_q, p_m, p_l, m_q, stride_qh, stride_qd, nq, dim, p_k, m_k, stride_kh, stride_kd, first_head, scale, m_pair,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sum of the probabilities of a group's heads, ``[rows, keys]``.
@@ -302,7 +305,7 @@ def target(
             b_k = load_tile(p_kv, m_k, stride_kd, 0, SIDE.dim, SIDE.block, MASKED)
         for _ in range(GROUP.each):
             if SIDE.chunked:
-                b_s = chunked_product(p_q, m_q, stride_qd, p_kv, m_k, stride_kd, ROWS, KEYS, SIDE, MASKED)
+                b_s = chunked_product(p_q, m_q, stride_qd, p_kv, m_k, stride_kd, dim, ROWS, KEYS, SIDE, MASKED)
             else:
                 b_q = load_tile(p_q, m_q, stride_qd, 0, SIDE.dim, SIDE.block, True)
                 b_s = dot(b_q, tl.trans(b_k), SIDE.upcast)
