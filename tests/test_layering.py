@@ -103,7 +103,7 @@ def test_the_core_imports_only_what_lies_below_it() -> None:
 
 
 def test_every_core_module_has_a_rule() -> None:
-    apart = ("bench", "cli", "testing")
+    apart = ("bench", "cli", "selfcheck", "testing")
     core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in apart}
     assert core == set(ALLOWED)
 
@@ -118,7 +118,7 @@ def test_the_benchmark_imports_only_what_lies_below_it_and_the_core_does_not_imp
         for path in ROOT.rglob("*.py")
         if any(name.startswith("streamkl.bench") for name in imports(path)) and path.parent.name != "bench"
     }
-    assert importers == {"cli/bench.py"}
+    assert importers == {"cli/bench.py", "cli/selfcheck.py", "selfcheck/checks.py", "selfcheck/report.py"}
 
 
 def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
@@ -127,4 +127,6 @@ def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
         for path in ROOT.rglob("*.py")
         if any(name.startswith("streamkl.testing") for name in imports(path)) and path.parent.name != "testing"
     }
-    assert importers == {"cli/doctor.py", "bench/cells.py", "bench/gate.py", "bench/suites.py"}
+    assert importers == {
+        "cli/doctor.py", "bench/cells.py", "bench/gate.py", "bench/suites.py", "selfcheck/checks.py"
+    }  # fmt: skip

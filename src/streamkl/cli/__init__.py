@@ -75,3 +75,22 @@ def kernels(
     except ImportError as error:
         sys.exit(f"Triton is needed to compile kernels: {error}")
     sys.exit(run(target, kind, quick, check, output))
+
+
+@app.command()
+def selfcheck(
+    device: str = typer.Option("cpu", help="cpu or cuda."),
+    backend: str = typer.Option("auto", help="The engine."),
+    seeds: int = typer.Option(300, help="How many seeded problems the accuracy check runs."),
+    quick: bool = typer.Option(False, help="Small problems and few repetitions: shows that everything works."),
+    output: Path = typer.Option(Path("selfcheck"), help="Where the .json and .md files go."),  # noqa: B008
+) -> None:
+    """Checks correctness, determinism and memory on a device, then measures; writes a report that can be posted.
+
+    Exits with 1 if a check failed; then nothing is measured.
+    """
+    import torch
+
+    from streamkl.cli.selfcheck import run
+
+    sys.exit(run(torch.device(device), backend, seeds, quick, output))

@@ -14,7 +14,7 @@ from streamkl.engines.triton.meta import Config, padded
 
 INTERPRETER = "interpreter"
 
-INTERPRETED = Config(rows=128, keys=2048, warps=1, stages=1, hold=1024)
+INTERPRETED = Config(rows=128, keys=1024, warps=1, stages=1, hold=1024)
 """Large tiles: the interpreter takes as long for a row as for many."""
 
 INTERPRETED_PROCESSORS = 1
