@@ -1,4 +1,4 @@
-"""The checks: the fuzz by the accuracy rule, repeated calls, memory. No second set of them: these are the project's own."""
+"""The checks: the fuzz by the accuracy rule, repeated calls, memory. They are the project's own, not a second set."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def determinism(backend: str, device: torch.device, tokens: int) -> Outcome:
         (Heads(8, 2, 2, 1), False, STUDENT),
     ):  # fmt: skip
         case = make_case(
-            0, heads=heads, dtypes=(torch.bfloat16,) * 2, tokens=(tokens, tokens), causal=True, teacher_lse=lse,
-            wanted=wanted, device=device,
+            0, heads=heads, dtypes=(torch.bfloat16, torch.bfloat16), tokens=(tokens, tokens), causal=True,
+            teacher_lse=lse, wanted=wanted, device=device,
         )  # fmt: skip
         runs = [
             evaluate(

@@ -103,7 +103,7 @@ def backward(
         assert mean is not None, "side a wants gradients where its rows were paired"
         gradient.mean = mean.contiguous()
     wanted = [(want_a, want_b)]
-    if want_a and want_b and (problem.deterministic or max(problem.a.dim, problem.b.dim) > TOGETHER):
+    if want_a and want_b and (problem.deterministic or gradient.apart):
         wanted = [(True, False), (False, True)]
     for want in wanted:
         gradient.add(*want)
@@ -147,6 +147,8 @@ class _Gradient:
         prepare_b, self.b = _rows(norm.m_b, norm.ln_l_b, self.weight, 1)
         self.launches = [prepare_a, prepare_b]
         self.mean = self.weight
+        both = Sweep(problem, inputs, arch, "keys_both")
+        self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or both.a.chunked or both.b.chunked
         self.dq_a = self.dk_a = self.dq_b = self.dk_b = None
         if loss:
             self.sum_p, self.sum_acc = (torch.zeros_like(self.b.m) for _ in range(2))
