@@ -18,7 +18,7 @@ MISALIGNED = {
         "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "keys_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
-        "queries_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "queries_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
     },
     "sm_86": {
         "lse_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=32, grad=32)},
@@ -28,7 +28,7 @@ MISALIGNED = {
         "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "keys_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
-        "queries_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "queries_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
     },
     "sm_89": {
         "lse_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=32, grad=32)},
@@ -38,7 +38,7 @@ MISALIGNED = {
         "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "keys_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
-        "queries_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "queries_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
     },
     "sm_90": {
         "lse_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=32, grad=32)},
@@ -48,7 +48,7 @@ MISALIGNED = {
         "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "keys_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
-        "queries_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "queries_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
     },
     "sm_100": {
         "lse_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=32, grad=32)},
@@ -58,7 +58,7 @@ MISALIGNED = {
         "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "keys_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
-        "queries_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "queries_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
     },
     "sm_120": {
         "lse_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=32, grad=32)},
@@ -68,7 +68,7 @@ MISALIGNED = {
         "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "keys_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
         "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
-        "queries_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "queries_group_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
     },
 }
 """Where 16 bytes cannot be loaded at once, each element has a pointer of its own: small chunks."""
@@ -312,7 +312,7 @@ TABLES = {
         },
         "keys_group": {
             64: Config(128, 64, 8, 2),
-            128: Config(128, 32, 8, 2),
+            128: Config(128, 16, 8, 1),
             256: Config(128, 32, 8, 2, hold=128),
             1024: Config(128, 32, 8, 2, hold=128),
         },
@@ -346,13 +346,13 @@ TABLES = {
         },
         "mixture": {
             64: Config(128, 64, 8, 2),
-            128: Config(128, 64, 8, 2, hold=64),
-            256: Config(128, 32, 8, 2, hold=128),
-            1024: Config(128, 64, 8, 2, hold=128),
+            128: Config(128, 64, 8, 1, hold=64),
+            256: Config(128, 32, 8, 1, hold=128),
+            1024: Config(128, 64, 8, 1, hold=128),
         },
         "keys_one": {
-            64: Config(128, 32, 8, 2),
-            128: Config(128, 32, 8, 1),
+            64: Config(128, 32, 8, 1, hold=32, chunk=32, grad=64),
+            128: Config(64, 32, 8, 1, hold=64),
             256: Config(64, 32, 8, 1, hold=128),
             1024: Config(64, 32, 8, 1, hold=128),
         },
