@@ -11,24 +11,24 @@ PROCESSORS = {"gfx942": 304, "gfx950": 256}
 
 MISALIGNED = {
     "gfx942": {
-        "lse_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "paired_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "mixture_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "keys_one_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "lse_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "paired_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "mixture_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "keys_one_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
         "keys_both_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "keys_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "queries_one_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "queries_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "keys_group_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "queries_one_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "queries_group_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
     },
     "gfx950": {
-        "lse_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "paired_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "mixture_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "keys_one_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "lse_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "paired_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "mixture_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "keys_one_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
         "keys_both_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "keys_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "queries_one_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "queries_group_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
+        "keys_group_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "queries_one_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
+        "queries_group_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
     },
 }
 """Where 16 bytes cannot be loaded at once, each element has a pointer of its own: small chunks."""
