@@ -20,7 +20,10 @@ PREFERENCE = ("triton", "cpu", "tiled")
 
 
 class Engine(Protocol):
-    """What ``ops`` asks of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs)."""
+    """What ``ops`` asks of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs).
+
+    One that can run where ``auto`` should not take it says why in a function ``reluctant(device)``.
+    """
 
     name: str
     summary: str
