@@ -20,7 +20,10 @@ CAPTION = (
 
 def run(targets: list[str], kinds: list[str], quick: bool, check: bool, output: Path | None) -> int:
     """Compiles, prints, and returns the exit code: 1 if ``check`` and a budget is broken."""
-    console, progress_console = Console(), Console(stderr=True)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a file has room for the columns
+    progress_console = Console(stderr=True)
     unknown = [target for target in targets if target not in TARGETS]
     if unknown:
         console.print(f"unknown target {', '.join(unknown)}; known are {', '.join(TARGETS)}")

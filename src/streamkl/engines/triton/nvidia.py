@@ -107,7 +107,7 @@ TABLES = {
         },
         "keys_one": {
             64: Config(128, 32, 8, 2),
-            128: Config(128, 32, 8, 1),
+            128: Config(64, 32, 8, 1, hold=64),
             256: Config(64, 32, 8, 1, hold=128),
             1024: Config(64, 32, 8, 1, hold=128),
         },
@@ -156,7 +156,7 @@ TABLES = {
         },
         "keys_one": {
             64: Config(128, 32, 8, 2),
-            128: Config(128, 32, 8, 1),
+            128: Config(64, 32, 8, 1, hold=64),
             256: Config(64, 32, 8, 1, hold=128),
             1024: Config(64, 32, 8, 1, hold=128),
         },
@@ -205,7 +205,7 @@ TABLES = {
         },
         "keys_one": {
             64: Config(128, 32, 8, 2),
-            128: Config(128, 32, 8, 1),
+            128: Config(64, 32, 8, 1, hold=64),
             256: Config(64, 32, 8, 1, hold=128),
             1024: Config(64, 32, 8, 1, hold=128),
         },
