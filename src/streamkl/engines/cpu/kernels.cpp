@@ -122,7 +122,11 @@ auto dispatch(bool fast, bool relu_a, bool relu_b, const Work& work) {
   return with(std::integral_constant<Precision, Precision::kExact>{});
 }
 
-bool fast(const Tensor& a, const Tensor& b) { return a.scalar_type() != at::kFloat && b.scalar_type() != at::kFloat; }
+bool fast(const Tensor& a, const Tensor& b, double a_scale, double b_scale) {
+  return a.scalar_type() != at::kFloat && b.scalar_type() != at::kFloat && a_scale > 0.0 && b_scale > 0.0;
+}
+
+Precision precision_of(bool fast) { return fast ? Precision::kFast : Precision::kExact; }
 
 // Weights far below the largest one would otherwise be denormal, which costs a hundred times as much as they are worth.
 class FlushDenormals {
@@ -207,12 +211,12 @@ std::tuple<Tensor, Tensor> logsumexp(
     const Tensor& q, const Tensor& k, const Tensor& table, double scale, bool relu, int64_t left, int64_t right) {
   const Window window{left, right};
   const int64_t heads = q.size(1);
-  const bool quick = fast(q, q);
+  const bool quick = fast(q, q, scale, scale);
   auto m = rows_like(q, heads, -kInf), ln_l = rows_like(q, heads, 0.0f);
   const auto update = dispatch(quick, false, relu, [](auto precision, auto, auto with_relu) {
     return &LogSumExp::update<precision(), with_relu()>;
   });
-  const auto factor = static_cast<float>(scale);
+  const float value = natural_value(precision_of(quick), scale);
   each_block(table, window, kBlockQ, heads, quick, [&] {
     return [&, side = side_of(q, k, scale, relu), x = Buffer<float>(kBlockK * kStrip)](const Block& block, int64_t head) {
       LogSumExp state[kBlockQ / kLanes];
@@ -222,12 +226,12 @@ std::tuple<Tensor, Tensor> logsumexp(
         each_part(block, tile, window, false, [&](const Part& part) {
           side->product(0, part, x.data());
           each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
-            (state[i / kLanes].*update)(x.data() + i - part.i0, kStrip, span, factor);
+            (state[i / kLanes].*update)(x.data() + i - part.i0, kStrip, span, scale);
           });
         });
       });
       for (int64_t i = 0; i < block.rows(); i++)
-        write(state[i / kLanes].m[i % kLanes], state[i / kLanes].l[i % kLanes], m, ln_l, block, head, i);
+        write(value * state[i / kLanes].m[i % kLanes], state[i / kLanes].l[i % kLanes], m, ln_l, block, head, i);
     };
   });
   return {m, ln_l};
@@ -238,14 +242,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
   const Window window{left, right};
   const int64_t heads = b_q.size(1);
-  const bool quick = fast(a_q, b_q);
+  const bool quick = fast(a_q, b_q, a_scale, b_scale);
   auto kl = rows_like(b_q, heads, 0.0f), mean = rows_like(b_q, heads, 0.0f);
   auto m_a = rows_like(b_q, heads, -kInf), ln_l_a = rows_like(b_q, heads, 0.0f);
   auto m_b = rows_like(b_q, heads, -kInf), ln_l_b = rows_like(b_q, heads, 0.0f);
   const auto update = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
     return &PairedState::update<precision(), relu_a(), relu_b()>;
   });
-  const auto factor_a = static_cast<float>(a_scale), factor_b = static_cast<float>(b_scale);
+  const float value_a = natural_value(precision_of(quick), a_scale), value_b = natural_value(precision_of(quick), b_scale);
+  const float difference = natural_difference(precision_of(quick));
   each_block(table, window, kBlockQ, heads, quick, [&] {
     return [&, a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu),
             xa = Buffer<float>(kBlockK * kStrip), xb = Buffer<float>(kBlockK * kStrip)](const Block& block, int64_t r) {
@@ -260,18 +265,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
           b->product(0, part, xb.data());
           each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
             const int64_t at = i - part.i0;
-            (state[i / kLanes].*update)(xa.data() + at, xb.data() + at, kStrip, span, factor_a, factor_b);
+            (state[i / kLanes].*update)(xa.data() + at, xb.data() + at, kStrip, span, a_scale, b_scale);
           });
         });
       });
       for (int64_t i = 0; i < block.rows(); i++) {
         const PairedState& rows = state[i / kLanes];
         const int64_t l = i % kLanes;
-        const float mu = rows.acc[l] / rows.l_a[l];
+        const float mu = difference * rows.acc[l] / rows.l_a[l];
         Rows(mean).at(block, r)[i] = mu;
         Rows(kl).at(block, r)[i] = mu + std::log(rows.l_b[l] / rows.l_a[l]);
-        write(rows.m_a[l], rows.l_a[l], m_a, ln_l_a, block, r, i);
-        write(rows.m_b[l], rows.l_b[l], m_b, ln_l_b, block, r, i);
+        write(value_a * rows.m_a[l], rows.l_a[l], m_a, ln_l_a, block, r, i);
+        write(value_b * rows.m_b[l], rows.l_b[l], m_b, ln_l_b, block, r, i);
       }
     };
   });
@@ -336,12 +341,11 @@ std::tuple<Tensor, Tensor, Tensor> mixture_rows(
     const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
   const Window window{left, right};
   const int64_t heads = b_q.size(1), group = a_q.size(1) / heads;
-  const bool quick = fast(a_q, b_q);
+  const bool quick = fast(a_q, b_q, a_scale, b_scale);
   auto kl = rows_like(b_q, heads, 0.0f), m_b = rows_like(b_q, heads, -kInf), ln_l_b = rows_like(b_q, heads, 0.0f);
   const auto update = dispatch(quick, false, b_relu, [](auto precision, auto, auto relu) {
     return &MixtureState::update<precision(), relu()>;
   });
-  const auto factor = static_cast<float>(b_scale);
   const int64_t rows = rows_at_once(*side_of(a_q, a_k, a_scale, a_relu), group);
   each_block(table, window, rows, heads, quick, [&] {
     return [&, target = Target(side_of(a_q, a_k, a_scale, a_relu), group, quick), b = side_of(b_q, b_k, b_scale, b_relu),
@@ -356,7 +360,7 @@ std::tuple<Tensor, Tensor, Tensor> mixture_rows(
           b->product(0, part, x.data());
           each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
             const int64_t at = i - part.i0;
-            (state[i / kLanes].*update)(p.data() + part.i0 * kBlockK + at, x.data() + at, kStrip, span, factor);
+            (state[i / kLanes].*update)(p.data() + part.i0 * kBlockK + at, x.data() + at, kStrip, span, b_scale);
           });
         });
       });
@@ -397,6 +401,9 @@ struct SideGradient {
   float* keys(const Block& block, const Tile& tile, int64_t kv, int64_t share) const {
     const int64_t head = (share * k.size(1) + block.seq.batch) * k.size(2) + kv;
     return k.data_ptr<float>() + (head * k.size(3) + tile.key(block)) * k.size(4);
+  }
+  void fetch_keys(const Block& block, const Tile& tile, int64_t kv, int64_t share) const {
+    fetch(keys(block, tile, kv, share), tile.keys() * k.size(4) * sizeof(float));
   }
   Tensor dk() const {
     if (k.dim() == 1) return k;
@@ -496,7 +503,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
     double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a, bool want_b) {
   const Window window{left, right};
   const int64_t heads = b_q.size(1), group = a_q.size(1) / heads;
-  const bool quick = fast(a_q, b_q), paired = group == 1;
+  const bool quick = fast(a_q, b_q, a_scale, b_scale), paired = group == 1;
   int64_t together = heads / b_k.size(1);
   if (want_a) together = std::lcm(together, heads / a_k.size(1));
   const auto units = units_of(table, window, rows_at_once(*side_of(a_q, a_k, a_scale, a_relu), group), heads, together);
@@ -529,6 +536,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
       if (want_b) b->begin_gradient();
       each_tile(block, [&](const Tile& tile) {
         b->take_keys(batch, b->kv_head(r), tile.key(block), tile.keys(), want_b);
+        if (want_a) grad_a.fetch_keys(block, tile, a->kv_head(r), share);
+        if (want_b) grad_b.fetch_keys(block, tile, b->kv_head(r), share);
         if (paired) a->take_keys(batch, a->kv_head(r), tile.key(block), tile.keys(), want_a);
         else target.compute(block, tile, window, r, p.data());
         each_part(block, tile, window, true, [&](const Part& part) {
@@ -587,7 +596,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> train(
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
   const Window window{left, right};
   const int64_t heads = b_q.size(1), group = a_q.size(1) / heads;
-  const bool quick = fast(a_q, b_q);
+  const bool quick = fast(a_q, b_q, a_scale, b_scale);
   const int64_t rows = rows_at_once(*side_of(a_q, a_k, a_scale, a_relu), group);
   const auto units = units_of(table, window, rows, heads, heads / b_k.size(1));
   const int64_t shares = shares_of(units);
@@ -610,6 +619,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> train(
       each_tile(block, [&](const Tile& tile) {
         target.compute(block, tile, window, r, p.data());
         b->take_keys(block.seq.batch, b->kv_head(r), tile.key(block), tile.keys(), true);
+        grad_b.fetch_keys(block, tile, b->kv_head(r), share);
         each_part(block, tile, window, true, [&](const Part& part) {
           if (part.j0 < part.j1) {
             b->product(0, part, x.data());

@@ -79,50 +79,52 @@ STREAMKL_INLINE bool any(Ints mask) {
 // How exponentials are made. Products of bfloat16 and float16 err by far more than kFast does.
 enum class Precision { kFast, kExact };
 
-// e^x within 2 ulp (kExact) or, for small x, 2e-7 of it (kFast, which has no denormal results). nan stays nan, -inf gives 0.
+// 2^x within 2e-7 of it, and 2^0 = 1. nan stays nan, -inf gives 0, and so does what would be denormal.
+STREAMKL_INLINE Lanes power_of_two(Lanes x) {
+#ifdef __AVX512F__
+  const Lanes f = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+#else
+  const Lanes clamped = x < -126.0f ? splat(-127.0f) : x > 127.0f ? splat(128.0f) : x;
+  Lanes n = (clamped + 12582912.0f) - 12582912.0f;
+  n = n > clamped ? n - 1.0f : n;
+  const Lanes f = clamped - n;
+#endif
+  Lanes p = fma(splat(1.86713017e-3f), f, splat(9.01702978e-3f));
+  p = fma(p, f, splat(5.57999127e-2f));
+  p = fma(p, f, splat(2.40164444e-1f));
+  p = fma(p, f, splat(6.93151295e-1f));
+  p = fma(p, f, splat(1.0f));
+#ifdef __AVX512F__
+  return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  return x != x ? x : p * bits_of<Lanes>((__builtin_convertvector(n, Ints) + 127) << 23);
+#endif
+}
+
+constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+
+// e^x: by power_of_two() (kFast), or within 2 ulp (kExact).
 template <Precision precision>
 STREAMKL_INLINE Lanes exponential(Lanes x) {
-  if constexpr (precision == Precision::kFast) {
-    const Lanes t = x * 1.44269504088896341f;
+  if constexpr (precision == Precision::kFast) return power_of_two(x * kLog2e);
+  const Lanes clamped = x < -104.0f ? splat(-104.0f) : x > 89.0f ? splat(89.0f) : x;
+  const Lanes n = (clamped * kLog2e + 12582912.0f) - 12582912.0f;
+  Lanes r = fma(n, splat(-0.693359375f), clamped);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Lanes p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
 #ifdef __AVX512F__
-    const Lanes f = (Lanes)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF);
+  return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    const Lanes clamped = t < -126.0f ? splat(-127.0f) : t > 127.0f ? splat(128.0f) : t;
-    Lanes n = (clamped + 12582912.0f) - 12582912.0f;
-    n = n > clamped ? n - 1.0f : n;
-    const Lanes f = clamped - n;
+  // 2^n in two steps, so that results below the smallest normal are reached.
+  const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1, rest = whole - half;
+  const Lanes value = p * bits_of<Lanes>((half + 127) << 23) * bits_of<Lanes>((rest + 127) << 23);
+  return x != x ? x : value;
 #endif
-    Lanes p = fma(splat(1.86713017e-3f), f, splat(9.01702978e-3f));
-    p = fma(p, f, splat(5.57999127e-2f));
-    p = fma(p, f, splat(2.40164444e-1f));
-    p = fma(p, f, splat(6.93151295e-1f));
-    p = fma(p, f, splat(1.0f));
-#ifdef __AVX512F__
-    return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)t);
-#else
-    const Lanes power = bits_of<Lanes>((__builtin_convertvector(n, Ints) + 127) << 23);
-    return x != x ? x : p * power;
-#endif
-  } else {
-    const Lanes clamped = x < -104.0f ? splat(-104.0f) : x > 89.0f ? splat(89.0f) : x;
-    const Lanes n = (clamped * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-    Lanes r = fma(n, splat(-0.693359375f), clamped);
-    r = fma(n, splat(2.12194440e-4f), r);
-    Lanes p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p, r * r, r) + 1.0f;
-#ifdef __AVX512F__
-    return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-    // 2^n in two steps, so that results below the smallest normal are reached.
-    const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1, rest = whole - half;
-    const Lanes value = p * bits_of<Lanes>((half + 127) << 23) * bits_of<Lanes>((rest + 127) << 23);
-    return x != x ? x : value;
-#endif
-  }
 }
 
 // ln x within 2 ulp, for x > 0.

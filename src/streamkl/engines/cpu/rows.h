@@ -72,49 +72,70 @@ STREAMKL_INLINE Lanes logit(Lanes x, Lanes scale) {
   return relu ? max(splat(0.0f), x * scale) : x * scale;
 }
 
-template <bool relu>
-STREAMKL_INLINE Lanes largest(const float* x, int64_t stride, const Span& span, Lanes scale) {
-  Lanes top[2] = {splat(-kInf), splat(-kInf)};
-  each_key(span, [&](int64_t j, auto mask, int turn) {
-    top[turn] = max(select(mask, logit<relu>(load(x + j * stride), scale), splat(-kInf)), top[turn]);
-  });
-  return max(top[0], top[1]);
-}
+// The units that row states are kept in. kExact: logits, and their differences as they are. kFast: products before the
+// scale, which is positive, and differences of logits times log2 e; one operation less for each of them.
+template <Precision precision, bool relu>
+struct Units {
+  Lanes factor;
+  explicit Units(double scale) : factor(splat(static_cast<float>(precision == Precision::kFast ? scale * 1.44269504088896341 : scale))) {}
 
-// By how much sums shrink when m is raised; exactly 1 where it is not.
-template <Precision precision>
-STREAMKL_INLINE Lanes shrink(Lanes m, Lanes merged) {
-  const Lanes factor = m == -kInf ? Lanes{} : exponential<precision>(m - merged);
-  return m == merged ? splat(1.0f) : factor;
-}
+  STREAMKL_INLINE Lanes value(Lanes x) const {
+    if constexpr (precision == Precision::kFast) return relu ? max(splat(0.0f), x) : x;
+    else return logit<relu>(x, factor);
+  }
+  STREAMKL_INLINE Lanes difference(Lanes value, Lanes m) const {
+    return precision == Precision::kFast ? (value - m) * factor : value - m;
+  }
+  STREAMKL_INLINE static Lanes weight(Lanes difference) {
+    if constexpr (precision == Precision::kFast) return power_of_two(difference);
+    else return exponential<precision>(difference);
+  }
+  // By how much sums shrink when m is raised; exactly 1 where it is not.
+  STREAMKL_INLINE Lanes shrink(Lanes m, Lanes top) const {
+    return m == top ? splat(1.0f) : m == -kInf ? Lanes{} : weight(difference(m, top));
+  }
+
+  STREAMKL_INLINE Lanes largest(const float* x, int64_t stride, const Span& span) const {
+    Lanes top[2] = {splat(-kInf), splat(-kInf)};
+    each_key(span, [&](int64_t j, auto mask, int turn) {
+      top[turn] = max(select(mask, value(load(x + j * stride)), splat(-kInf)), top[turn]);
+    });
+    return max(top[0], top[1]);
+  }
+  // Where m is to stand for a tile: kExact keeps it at the maximum, kFast moves it where it must.
+  STREAMKL_INLINE Lanes reference(Lanes m, Ints late, const float* x, int64_t stride, const Span& span) const {
+    if (precision == Precision::kFast && !any(late)) return m;
+    const Lanes top = max(largest(x, stride, span), m);
+    return precision == Precision::kExact ? top : late ? top : m;
+  }
+};
+
+// What states are multiplied by to be logits, and their differences to be natural ones.
+inline float natural_value(Precision precision, double scale) { return precision == Precision::kFast ? static_cast<float>(scale) : 1.0f; }
+inline float natural_difference(Precision precision) { return precision == Precision::kFast ? kLn2 : 1.0f; }
+
+// Tiles lie in the second cache, and the rows of a tile too far apart for the CPU to see that they will be read.
+constexpr int64_t kAhead = 16;
 
 // kFast leaves m where the first tile put it until logits lie so far above it that a tile's weights add up to this.
 constexpr float kLate = 1 << 14;
-
-// Where m is to stand for a tile: kExact keeps it at the maximum, kFast moves it where it must.
-template <Precision precision, bool relu>
-STREAMKL_INLINE Lanes reference(Lanes m, Ints late, const float* x, int64_t stride, const Span& span, Lanes scale) {
-  if (precision == Precision::kFast && !any(late)) return m;
-  const Lanes top = max(largest<relu>(x, stride, span, scale), m);
-  return precision == Precision::kExact ? top : late ? top : m;
-}
 
 struct LogSumExp {
   Lanes m = splat(-kInf), l = {};
 
   template <Precision precision, bool relu>
-  void update(const float* x, int64_t stride, const Span& span, float factor) {
-    const Lanes scale = splat(factor);
+  void update(const float* x, int64_t stride, const Span& span, double scale) {
+    const Units<precision, relu> units(scale);
     Lanes sum[2];
     Ints late = m == -kInf;
     do {
-      const Lanes top = reference<precision, relu>(m, late, x, stride, span, scale);
-      l *= shrink<precision>(m, top);
+      const Lanes top = units.reference(m, late, x, stride, span);
+      l *= units.shrink(m, top);
       m = top;
       sum[0] = sum[1] = Lanes{};
       each_key(span, [&](int64_t j, auto mask, int turn) {
-        const Lanes z = logit<relu>(load(x + j * stride), scale) - top;
-        sum[turn] += select(mask, exponential<precision>(z), Lanes{});
+        const Lanes z = units.difference(units.value(load(x + j * stride)), top);
+        sum[turn] += select(mask, units.weight(z), Lanes{});
       });
       late = sum[0] + sum[1] > kLate;
     } while (precision == Precision::kFast && any(late));
@@ -126,21 +147,30 @@ struct PairedState {
   Lanes m_a = splat(-kInf), l_a = {}, m_b = splat(-kInf), l_b = {}, acc = {};
 
   template <Precision precision, bool relu_a, bool relu_b>
-  void update(const float* a, const float* b, int64_t stride, const Span& span, float factor_a, float factor_b) {
-    const Lanes scale_a = splat(factor_a), scale_b = splat(factor_b);
+  void update(const float* a, const float* b, int64_t stride, const Span& span, double scale_a, double scale_b) {
+    const Units<precision, relu_a> units_a(scale_a);
+    const Units<precision, relu_b> units_b(scale_b);
     Lanes sum_a[2], sum_b[2], sum[2];
     Ints late_a = m_a == -kInf, late_b = m_b == -kInf;
     do {
-      const Lanes top_a = reference<precision, relu_a>(m_a, late_a, a, stride, span, scale_a);
-      const Lanes top_b = reference<precision, relu_b>(m_b, late_b, b, stride, span, scale_b);
-      raise<precision>(top_a, top_b);
+      const Lanes top_a = units_a.reference(m_a, late_a, a, stride, span);
+      const Lanes top_b = units_b.reference(m_b, late_b, b, stride, span);
+      const Lanes alpha = units_a.shrink(m_a, top_a);
+      const Lanes moved = units_a.difference(m_a, top_a) - units_b.difference(m_b, top_b);
+      acc = l_a == 0.0f ? acc : alpha * (acc + l_a * moved);
+      l_a *= alpha;
+      l_b *= units_b.shrink(m_b, top_b);
+      m_a = top_a;
+      m_b = top_b;
       for (int turn : {0, 1}) sum_a[turn] = sum_b[turn] = sum[turn] = Lanes{};
       each_key(span, [&](int64_t j, auto mask, int turn) {
-        const Lanes za = logit<relu_a>(load(a + j * stride), scale_a) - top_a;
-        const Lanes zb = logit<relu_b>(load(b + j * stride), scale_b) - top_b;
-        const Lanes weight = exponential<precision>(za);
+        __builtin_prefetch(a + (j + kAhead) * stride);
+        __builtin_prefetch(b + (j + kAhead) * stride);
+        const Lanes za = units_a.difference(units_a.value(load(a + j * stride)), top_a);
+        const Lanes zb = units_b.difference(units_b.value(load(b + j * stride)), top_b);
+        const Lanes weight = units_a.weight(za);
         sum_a[turn] += select(mask, weight, Lanes{});
-        sum_b[turn] += select(mask, exponential<precision>(zb), Lanes{});
+        sum_b[turn] += select(mask, units_b.weight(zb), Lanes{});
         sum[turn] = select(mask, fma(weight, za - zb, sum[turn]), sum[turn]);
       });
       late_a = sum_a[0] + sum_a[1] > kLate;
@@ -150,39 +180,32 @@ struct PairedState {
     l_b += sum_b[0] + sum_b[1];
     acc += sum[0] + sum[1];
   }
-
- private:
-  template <Precision precision>
-  STREAMKL_INLINE void raise(Lanes top_a, Lanes top_b) {
-    const Lanes alpha = shrink<precision>(m_a, top_a), beta = shrink<precision>(m_b, top_b);
-    acc = l_a == 0.0f ? acc : alpha * (acc + l_a * ((m_a - top_a) - (m_b - top_b)));
-    l_a *= alpha;
-    l_b *= beta;
-    m_a = top_a;
-    m_b = top_b;
-  }
 };
 
-// Against a mixture p, whose values are known. s is the sum of p and acc that of p (ln p - b).
+// Against a mixture p, whose values are known. s is the sum of p and acc that of p (ln p - b), in logits.
 struct MixtureState {
   Lanes m_b = splat(-kInf), l_b = {}, s = {}, acc = {};
 
   template <Precision precision, bool relu>
-  void update(const float* p, const float* b, int64_t stride, const Span& span, float factor) {
-    const Lanes scale = splat(factor);
-    const Lanes top = max(largest<relu>(b, stride, span, scale), m_b);
+  void update(const float* p, const float* b, int64_t stride, const Span& span, double scale) {
+    const Lanes factor = splat(static_cast<float>(scale));
+    Lanes top[2] = {m_b, m_b};
+    each_key(span, [&](int64_t j, auto mask, int turn) {
+      top[turn] = max(select(mask, logit<relu>(load(b + j * stride), factor), splat(-kInf)), top[turn]);
+    });
+    const Lanes m = max(top[0], top[1]);
     Lanes sum_b[2] = {}, sum_p[2] = {}, sum[2] = {};
     each_key(span, [&](int64_t j, auto mask, int turn) {
-      const Lanes weight = load(p + j * stride), zb = logit<relu>(load(b + j * stride), scale) - top;
+      const Lanes weight = load(p + j * stride), zb = logit<relu>(load(b + j * stride), factor) - m;
       sum_b[turn] += select(mask, exponential<precision>(zb), Lanes{});
       sum_p[turn] += select(mask, weight, Lanes{});
       const Lanes term = weight == 0.0f ? Lanes{} : weight * (logarithm(weight) - zb);
       sum[turn] += select(mask, term, Lanes{});
     });
-    acc = (s == 0.0f ? acc : acc + s * (top - m_b)) + (sum[0] + sum[1]);
+    acc = (s == 0.0f ? acc : acc + s * (m - m_b)) + (sum[0] + sum[1]);
     s += sum_p[0] + sum_p[1];
-    l_b = l_b * shrink<precision>(m_b, top) + (sum_b[0] + sum_b[1]);
-    m_b = top;
+    l_b = (m_b == m ? l_b : m_b == -kInf ? Lanes{} : l_b * exponential<precision>(m_b - m)) + (sum_b[0] + sum_b[1]);
+    m_b = m;
   }
 };
 

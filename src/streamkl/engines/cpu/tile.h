@@ -46,6 +46,11 @@ class Buffer {
   int64_t size_ = 0;
 };
 
+// Asks for what is read next from main memory: long sequences do not fit the caches.
+inline void fetch(const void* memory, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(memory) + at, 0, 2);
+}
+
 // A part of a tile: rows [i0, i1) and keys [j0, j1) of those taken, and no more of them than some row sees.
 struct Part {
   int64_t i0, i1, j0, j1;
@@ -121,6 +126,8 @@ class TypedSide final : public Side {
     keys_ = keys;
     const int64_t padded = round_up(keys, kLanes);
     const T* from = k_ + batch * k_strides_.batch + kv_head * k_strides_.head + key * k_strides_.token;
+    // The next tile's keys are on their way while this one's are worked on.
+    for (int64_t j = keys; j < keys + kBlockK; j++) fetch(from + j * k_strides_.token, dim * sizeof(T));
     bool copied = true;
     if constexpr (std::is_same_v<T, P>) {
       if (k_strides_.dim == 1 && dim == width_ && keys == padded) {

@@ -1,0 +1,36 @@
+"""The allocator hook: what a forward and backward of an engine take from the allocator."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def allocations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str, str, str], dict[str, int]]:
+    """A function of tokens, dtype, path (``one_sweep`` or ``two_sweeps``) and backend that gives a call's peaks.
+
+    Bytes of scratch, number of gradients and their accumulators, of row vectors. Those are told by their sizes, which
+    no tile has where ``tokens`` is odd.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("the allocator hook needs Linux and a C compiler")
+    library = tmp_path_factory.mktemp("hook") / "allocations.so"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, HERE / "allocations.c"], check=True)
+
+    def peaks(tokens: int, dtype: str, path: str, backend: str) -> dict[str, int]:
+        result = subprocess.run(
+            [sys.executable, HERE / "allocations.py", str(tokens), dtype, path, backend],
+            env={**os.environ, "LD_PRELOAD": str(library)}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return json.loads(result.stdout)
+
+    return peaks

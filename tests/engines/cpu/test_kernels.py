@@ -1,0 +1,72 @@
+"""The CPU engine's sweeps: the same bits every time, the same values on any number of threads, scratch that is flat."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from streamkl import attention_kl
+from streamkl.testing import STUDENT, TEACHER, Heads, check_accuracy, evaluate, make_case
+
+REPEATS = 250
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["two_sweeps", "one_sweep"])
+def test_repeated_calls_are_bit_equal(teacher_lse: bool, dtype: torch.dtype, threads) -> None:
+    """With more threads than heads, so that the rows of one head are shared out, and more blocks than threads."""
+    threads(3)
+    wanted = STUDENT if teacher_lse else STUDENT + TEACHER
+    case = make_case(
+        0, heads=Heads(2, 1, 2, 1), tokens=(700, 700), dtypes=(dtype, dtype), causal=True, teacher_lse=teacher_lse,
+        wanted=wanted,
+    )  # fmt: skip
+    first = None
+    for _ in range(REPEATS):
+        run = evaluate(
+            attention_kl, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend="cpu"
+        ).named()  # fmt: skip
+        first = first or run
+        for name, value in first.items():
+            assert torch.equal(value, run[name]), name
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("heads", [Heads(2, 1, 2, 1), Heads(4, 2, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_any_number_of_threads_is_accurate(dtype: torch.dtype, heads: Heads, count: int, threads) -> None:
+    threads(count)
+    case = make_case(1, heads=heads, tokens=(530, 530), dtypes=(dtype, dtype), batch=1, causal=True, teacher_lse=True)
+    errors = check_accuracy(case, "cpu")
+    assert errors.worst <= 1, f"{errors}; {case}"
+
+
+@pytest.mark.parametrize("large", [30.0, 3000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_that_rise_from_tile_to_tile(dtype: torch.dtype, large: float) -> None:
+    """A row's reference is set by its first tile; far larger logits in later ones must move it, in these rows alone."""
+    case = make_case(2, tokens=(200, 1200), dtypes=(dtype, dtype), wanted=STUDENT + TEACHER)
+    rising = torch.linspace(0.0, large, 1200).unsqueeze(-1)
+    for name in ("teacher_k", "student_k"):
+        case.tensors[name] = (case.tensors[name] * (1 + rising)).to(dtype)
+    errors = check_accuracy(case, "cpu")
+    assert errors.worst <= 1, f"{errors}; {case}"
+
+
+@pytest.mark.parametrize("path", ["two_sweeps", "one_sweep"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(dtype: str, path: str, allocations) -> None:
+    short, long = (allocations(tokens, dtype, path, "cpu") for tokens in (4097, 16385))
+    print(f"{dtype}, {path}: {short} at 4,097 tokens, {long} at 16,385")
+    assert short["scratch"] > 1 << 20, "the hook saw nothing"
+    assert long["scratch"] <= long["threads"] * (16 << 20)
+    assert abs(long["scratch"] - short["scratch"]) <= 0.1 * short["scratch"]
+    assert long["gradients"] <= 4
+    assert long["rows"] <= 14
