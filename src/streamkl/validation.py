@@ -14,7 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 BACKENDS = ("auto", "reference", "triton", "cpu", "tiled")
+=======
+BACKENDS = ("auto", "reference", "cpu", "tiled")
+FARTHEST = 2**40
+"""A window that is wider than any sequence, as people write with ``sys.maxsize``, has no bound on that side."""
+>>>>>>> main
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -219,7 +225,7 @@ def _keys(
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(_is_int(w) for w in window):
             raise ValueError(f"window must be two integers (left, right), negative for unbounded: got {window!r}")
-        left, right = (None if side < 0 else side for side in window)
+        left, right = (None if side < 0 or side > FARTHEST else side for side in window)
     if causal:
         right = 0
     given = [name for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)) if cu is not None]

@@ -20,8 +20,9 @@ def expected(q: Tensor, k: Tensor, distributions: int, causal: bool, block_q: in
     sums = []
     for first in reversed(range(0, tokens, block_q)):
         last = min(first + block_q, tokens)
-        seen = -(-last // block_k) * block_k if causal else x.shape[-1]
-        sums.append(x[:, :, last - 1, block_k - 1 : seen : block_k].sum(-1))
+        ends = range(block_k, (last + block_k if causal else x.shape[-1] + 1), block_k)
+        columns = [min(end, last) - 1 if causal else end - 1 for end in ends]
+        sums.append(x[:, :, last - 1, columns].sum(-1))
     return torch.stack(sums, dim=-1)
 
 

@@ -1,6 +1,7 @@
 """Each promise of the contract by name, held to the accuracy rule; `test_fuzz` mixes them."""
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ HEADS = {
     "multi_query": Heads(8, 1, 4, 1),
 }
 MASKS = {
+    "window_beyond": {"window": (sys.maxsize, 0)},
     "none": {},
     "causal": {"causal": True},
     "window": {"window": (9, 4)},
@@ -121,6 +123,8 @@ def test_strides_and_alignments(seed: int, backend: str) -> None:
         assert_accurate(make_case(seed, heads=heads, causal=True, teacher_lse=seed % 2 == 0), backend)
 
 
-@pytest.mark.parametrize(("teacher_scale", "student_scale"), [(0.3, 0.05), (1.0, 0.0), (-0.2, 0.1)])
-def test_scales(teacher_scale: float, student_scale: float, backend: str) -> None:
-    assert_accurate(make_case(9, teacher_scale=teacher_scale, student_scale=student_scale), backend)
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+@pytest.mark.parametrize(("teacher_scale", "student_scale"), [(0.3, 0.05), (1.0, 0.0), (0.0, 1.0), (-0.2, 0.1)])
+def test_scales(teacher_scale: float, student_scale: float, divergence: str, backend: str) -> None:
+    scales = {"teacher_scale": teacher_scale, "student_scale": student_scale}
+    assert_accurate(make_case(9, **scales, wanted=STUDENT + TEACHER, divergence=divergence), backend)

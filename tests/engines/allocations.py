@@ -9,9 +9,10 @@ import torch
 from streamkl import attention_kl, attention_lse
 
 
-def main(tokens: int, dtype: torch.dtype, one_sweep: bool, backend: str) -> None:
+def main(tokens: int, dtype: torch.dtype, one_sweep: bool, backend: str, heads: int, teacher_dim: int) -> None:
     dim, shares = 64, torch.get_num_threads()
-    q, k, student_q, student_k = (torch.randn(1, 1, tokens, dim, dtype=dtype) for _ in range(4))
+    q, k = (torch.randn(1, n, tokens, teacher_dim, dtype=dtype) for n in (heads, 1))
+    student_q, student_k = (torch.randn(1, 1, tokens, dim, dtype=dtype) for _ in range(2))
     lse = attention_lse(q, k, causal=True) if one_sweep else None
     student_q.requires_grad_()
     student_k.requires_grad_()
@@ -42,4 +43,11 @@ def main(tokens: int, dtype: torch.dtype, one_sweep: bool, backend: str) -> None
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "one_sweep", sys.argv[4])
+    main(
+        int(sys.argv[1]),
+        getattr(torch, sys.argv[2]),
+        sys.argv[3] == "one_sweep",
+        sys.argv[4],
+        int(sys.argv[5]),
+        int(sys.argv[6]),
+    )

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def allocations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str, str, str], dict[str, int]]:
+def allocations(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, int]]:
     """A function of tokens, dtype, path (``one_sweep`` or ``two_sweeps``) and backend that gives a call's peaks.
 
     Bytes of scratch, number of gradients and their accumulators, of row vectors. Those are told by their sizes, which
@@ -26,9 +26,9 @@ def allocations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str,
     library = tmp_path_factory.mktemp("hook") / "allocations.so"
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, HERE / "allocations.c"], check=True)
 
-    def peaks(tokens: int, dtype: str, path: str, backend: str) -> dict[str, int]:
+    def peaks(tokens: int, dtype: str, path: str, backend: str, heads: int = 1, dim: int = 64) -> dict[str, int]:
         result = subprocess.run(
-            [sys.executable, HERE / "allocations.py", str(tokens), dtype, path, backend],
+            [sys.executable, HERE / "allocations.py", *map(str, (tokens, dtype, path, backend, heads, dim))],
             env={**os.environ, "LD_PRELOAD": str(library)}, capture_output=True, text=True, check=True,
         )  # fmt: skip
         return json.loads(result.stdout)

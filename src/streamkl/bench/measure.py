@@ -14,7 +14,7 @@ from torch import Tensor
 from streamkl.bench.cells import Cell, Inputs
 
 K = TypeVar("K", bound=Hashable)
-LEAST_ROUNDS, MOST_ROUNDS = 3, 50
+LEAST_ROUNDS, MOST_ROUNDS = 5, 50
 SAMPLED_ROWS = 64
 
 
@@ -26,12 +26,12 @@ def alternate(
 ) -> dict[K, list[float]]:
     """Seconds of each call: all take turns, so that a machine that slows down slows them all.
 
-    Every call runs once untimed. Rounds go forth and back through the contestants. A contestant leaves when it has used
-    up its budget (and ran three times), or ran fifty times.
+    Every call runs once untimed. Rounds go forth and back through all of them, so that all are measured in the same
+    stretch of time: until that is used up which they have together (and five rounds were run), or fifty rounds.
 
     Args:
         calls: What to time.
-        budget: Seconds that each may take in all.
+        budget: Seconds that each may take in the mean.
         ready: Called, untimed, before each call.
         finish: Called, timed, after each call: waits for a device that works on its own.
     """
@@ -45,8 +45,9 @@ def alternate(
     gc.disable()
     try:
         for turn in range(MOST_ROUNDS):
-            running = [key for key, taken in seconds.items() if len(taken) < LEAST_ROUNDS or sum(taken) < budget]
-            for key in running if turn % 2 == 0 else reversed(running):
+            if turn >= LEAST_ROUNDS and sum(map(sum, seconds.values())) >= budget * len(calls):
+                break
+            for key in calls if turn % 2 == 0 else reversed(calls):
                 ready(key)
                 start = time.perf_counter()
                 calls[key]()

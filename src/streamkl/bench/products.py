@@ -14,6 +14,8 @@ from torch.nn import functional
 BLOCK_Q = 256
 BLOCK_K = 256
 """The tile for which the products alone ran fastest, of 64 to 256 rows by 64 to 1,024 keys."""
+PADDING = 16
+"""Columns after a tile, so that its rows are not a power of two apart and do not share a few sets of the cache."""
 
 
 def bare_products(
@@ -29,7 +31,7 @@ def bare_products(
     if not torch.ops.streamkl_cpu.native(a_q.dtype):
         a_q, a_k, b_q, b_k = (x.float() for x in (a_q, a_k, b_q, b_k))
     operands = (_rows(a_q), _tiles(a_k, block_k), _rows(b_q), _tiles(b_k, block_k))
-    return lambda: torch.ops.streamkl_cpu.bare_products(*operands, block_q, causal)
+    return lambda: torch.ops.streamkl_cpu.bare_products(*operands, block_q, block_k, causal)
 
 
 def _rows(q: Tensor) -> Tensor:
@@ -38,9 +40,10 @@ def _rows(q: Tensor) -> Tensor:
 
 
 def _tiles(k: Tensor, block_k: int) -> Tensor:
-    """``[B, Hkv, tiles, D, block_k]``: each tile transposed, half precision in pairs of ``D``; zeros past the end."""
+    """``[B, Hkv, tiles, D, block_k + PADDING]``: each tile transposed, half precision in pairs of ``D``."""
     k = functional.pad(k, (0, k.shape[-1] % 2, 0, -k.shape[-2] % block_k)).unflatten(2, (-1, block_k))
+    k = functional.pad(k, (0, 0, 0, PADDING))
     if k.dtype == torch.float32:
         return k.transpose(-1, -2).contiguous()
-    pairs = k.unflatten(-1, (-1, 2)).transpose(-2, -3)  # [B, Hkv, tiles, D / 2, block_k, 2]
-    return pairs.reshape(*k.shape[:-2], k.shape[-1], block_k)
+    pairs = k.unflatten(-1, (-1, 2)).transpose(-2, -3)  # [B, Hkv, tiles, D / 2, block_k + PADDING, 2]
+    return pairs.reshape(*k.shape[:-2], k.shape[-1], block_k + PADDING)

@@ -49,7 +49,7 @@ def run(
     from streamkl.bench.gate import RedGateError
     from streamkl.validation import BACKENDS
 
-    console = Console()
+    console = _console()
     _check([backend], BACKENDS, "--backend")
     chosen = _suites(suites or [], contestants, isolated, shape=shape, mask=mask, dtype=dtype, direction=direction)
     if quick:
@@ -68,7 +68,7 @@ def run(
         except RuntimeError as error:  # an engine that cannot run here, a contestant that failed
             sys.exit(str(error))
         _show(records, console)
-        peak = max((r.resident_bytes or 0) / 1e6 for r in records if r.contestant == "streamkl")
+        peak = max(((r.resident_bytes or 0) / 1e6 for r in records if r.contestant == "streamkl"), default=0.0)
         if peak > limit_mb:
             sys.exit(f"{peak:,.0f} MB resident, more than {limit_mb:,.0f}")
     console.print(f"Results are in {output}.", highlight=False)
@@ -80,8 +80,8 @@ def show(file: Path = FILE) -> None:
     from streamkl.bench import records, report
 
     for name, results in report.suites(records.read(file)).items():
-        Console().print(f"[bold]{name}[/]")
-        _show(results, Console())
+        _console().print(f"[bold]{name}[/]")
+        _show(results, _console())
 
 
 @app.command()
@@ -142,6 +142,12 @@ def _check(given: Iterable[str], allowed: Collection[str], what: str) -> None:
     for name in given:
         if name not in allowed:
             raise typer.BadParameter(f"{what} is one of {', '.join(allowed)}, not {name!r}")
+
+
+def _console() -> Console:
+    """Wide enough for the tables where there is no terminal, whose width would be known."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
 
 
 def _show(records: list[Record], console: Console) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from streamkl import attention_kl
+from streamkl import attention_kl, attention_lse
 from streamkl.testing import STUDENT, TEACHER, Heads, check_accuracy, evaluate, make_case
 
 REPEATS = 250
@@ -25,8 +25,8 @@ def test_repeated_calls_are_bit_equal(teacher_lse: bool, dtype: torch.dtype, thr
     threads(3)
     wanted = STUDENT if teacher_lse else STUDENT + TEACHER
     case = make_case(
-        0, heads=Heads(2, 1, 2, 1), tokens=(700, 700), dtypes=(dtype, dtype), causal=True, teacher_lse=teacher_lse,
-        wanted=wanted,
+        0, heads=Heads(2, 1, 2, 1), tokens=(1100, 1100), batch=1, dtypes=(dtype, dtype), causal=True,
+        teacher_lse=teacher_lse, wanted=wanted,
     )  # fmt: skip
     first = None
     for _ in range(REPEATS):
@@ -60,6 +60,22 @@ def test_logits_that_rise_from_tile_to_tile(dtype: torch.dtype, large: float) ->
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
+def test_keys_that_share_memory_or_lie_far_apart() -> None:
+    """They cannot be multiplied where they lie."""
+    case = make_case(3, heads=Heads(1, 1, 1, 1), dims=(64, 64), tokens=(64, 64), dtypes=(torch.bfloat16,) * 2, batch=1)
+    far = torch.zeros(64, (1 << 20) + 64, dtype=torch.bfloat16)[:, :64]
+    case.tensors["teacher_k"] = far.copy_(case.tensors["teacher_k"][0, 0])[None, None]
+    case.tensors["student_k"] = case.tensors["student_k"][:, :, :1].expand(-1, -1, 64, -1)
+    errors = check_accuracy(case, "cpu")
+    assert errors.worst <= 1, f"{errors}; {case}"
+
+
+def test_a_tile_of_logits_that_are_minus_infinity_is_passed_over() -> None:
+    q, k = torch.ones(1, 1, 4, 16), torch.ones(1, 1, 600, 16)
+    k[:, :, :300] = -float("inf")
+    torch.testing.assert_close(attention_lse(q, k, backend="cpu"), attention_lse(q, k[:, :, 300:], backend="cpu"))
+
+
 @pytest.mark.parametrize("path", ["two_sweeps", "one_sweep"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(dtype: str, path: str, allocations) -> None:
@@ -70,3 +86,9 @@ def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(dtype:
     assert abs(long["scratch"] - short["scratch"]) <= 0.1 * short["scratch"]
     assert long["gradients"] <= 4
     assert long["rows"] <= 14
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_scratch_of_a_group_of_many_wide_heads(dtype: str, allocations) -> None:
+    peaks = allocations(257, dtype, "one_sweep", "cpu", heads=128, dim=576)
+    assert peaks["scratch"] <= peaks["threads"] * (16 << 20)

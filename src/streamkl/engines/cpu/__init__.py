@@ -1,8 +1,8 @@
 """The CPU engine: fused C++ over the matrix products of PyTorch itself (oneDNN's brgemm).
 
-``tile.h`` has a tile's products and packing, ``kernels.cpp`` the sweeps with the names of ``tiled.py``, ``build.py``
-compiles and caches them. Products are bfloat16, float16 or float32 as the inputs are, where the CPU has them, and
-float32 elsewhere; everything after them is float32.
+``lanes.h`` has sixteen floats and their arithmetic, ``tile.h`` a tile's products and packing, ``rows.h`` masks and row
+states, ``kernels.cpp`` the sweeps with the names of ``tiled.py``, ``build.py`` compiles and caches them. Products are
+bfloat16 where the inputs are and the CPU has them, and float32 elsewhere; everything after them is float32.
 """
 
 from __future__ import annotations

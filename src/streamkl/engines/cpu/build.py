@@ -51,13 +51,13 @@ def missing() -> str | None:
     if capability() not in CAPABILITY_FLAGS:
         return f"it needs AVX2 or AVX-512, and torch runs this CPU as {capability()}"
     if not library_path().exists() and compiler() is None:
-        return "no C++ compiler was found; install one (Debian: apt install g++), or set CXX"
+        return "no C++ compiler was found; install g++ 10 or later (Debian: apt install g++), or set CXX"
     return None
 
 
 def compiler() -> str | None:
     """The C++ compiler: ``CXX``, or the first that is found."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
     return next((path for path in map(shutil.which, names) if path), None)
 
 

@@ -53,7 +53,7 @@ std::vector<Sequence> sequences_of(const Tensor& table) {
 // How many rows are taken at once: fewer where a group of heads is, so that what they take fits the caches.
 int64_t rows_at_once(const Side& a, int64_t group) {
   const int64_t fit = (int64_t(2) << 20) / (a.bytes_of_row() * group);
-  return std::clamp(fit / kStrip * kStrip, kStrip, kBlockQ);
+  return std::clamp(fit / kLanes * kLanes, kLanes, kBlockQ);
 }
 
 struct Tile {
@@ -92,17 +92,18 @@ STREAMKL_INLINE void each_group(const Block& block, const Tile& tile, const Wind
   }
 }
 
-// Whether this CPU multiplies a dtype as it is; elsewhere it is multiplied in float32.
-bool native(at::ScalarType dtype) { return dtype == at::kFloat || at::native::cpublas::could_pack(dtype); }
+// Whether a dtype is multiplied as it is; elsewhere it is in float32. float16 always is: gradients of logits, which are
+// divided by the number of rows before they are rounded, would vanish in it.
+bool native(at::ScalarType dtype) {
+  return dtype == at::kFloat || (dtype == at::kBFloat16 && at::native::cpublas::could_pack(dtype));
+}
 
 std::unique_ptr<Side> side_of(const Tensor& q, const Tensor& k, double scale, bool relu) {
-  const bool as_is = native(q.scalar_type());
   switch (q.scalar_type()) {
     case at::kBFloat16:
-      if (as_is) return std::make_unique<TypedSide<at::BFloat16, at::BFloat16>>(q, k, scale, relu);
+      if (native(at::kBFloat16)) return std::make_unique<TypedSide<at::BFloat16, at::BFloat16>>(q, k, scale, relu);
       return std::make_unique<TypedSide<at::BFloat16, float>>(q, k, scale, relu);
     case at::kHalf:
-      if (as_is) return std::make_unique<TypedSide<at::Half, at::Half>>(q, k, scale, relu);
       return std::make_unique<TypedSide<at::Half, float>>(q, k, scale, relu);
     case at::kFloat:
       return std::make_unique<TypedSide<float, float>>(q, k, scale, relu);
@@ -138,6 +139,11 @@ class FlushDenormals {
   const unsigned saved_;
 };
 
+// Gives back what brgemm keeps in the thread, whatever happens.
+struct Release {
+  ~Release() { at::native::cpublas::brgemm_release(); }
+};
+
 // Runs work(next) on every thread; next() gives a task, or -1 when there are none left.
 template <typename Work>
 void on_all_threads(int64_t tasks, const Work& work) {
@@ -145,11 +151,11 @@ void on_all_threads(int64_t tasks, const Work& work) {
   std::atomic<int64_t> next{0};
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    const Release release;
     for (int64_t t = begin; t < end; t++) work([&]() -> int64_t {
         const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
         return task < tasks ? task : -1;
       });
-    at::native::cpublas::brgemm_release();
   });
 }
 
@@ -378,7 +384,7 @@ std::tuple<Tensor, Tensor, Tensor> mixture_rows(
 
 // A unit of a backward sweep: a sequence and the distributions whose key heads nobody else writes.
 struct Unit {
-  std::vector<Block> blocks;
+  std::shared_ptr<const std::vector<Block>> blocks;
   int64_t first, last;
 };
 
@@ -415,8 +421,8 @@ struct SideGradient {
 std::vector<Unit> units_of(const Tensor& table, const Window& window, int64_t rows, int64_t heads, int64_t together) {
   std::vector<Unit> units;
   for (const auto& seq : sequences_of(table)) {
-    const auto blocks = blocks_of(seq, window, rows);
-    if (blocks.empty()) continue;
+    const auto blocks = std::make_shared<const std::vector<Block>>(blocks_of(seq, window, rows));
+    if (blocks->empty()) continue;
     for (int64_t r = 0; r < heads; r += together) units.push_back({blocks, r, r + together});
   }
   return units;
@@ -437,19 +443,20 @@ void each_share(const std::vector<Unit>& units, int64_t shares, bool fast, const
       const Unit& unit = units[task / shares];
       const int64_t share = task % shares;
       for (int64_t r = unit.first; r < unit.last; r++)
-        for (size_t n = share; n < unit.blocks.size(); n += shares) sweep(unit.blocks[n], r, share);
+        for (size_t n = share; n < unit.blocks->size(); n += shares) sweep((*unit.blocks)[n], r, share);
     }
   });
 }
 
-// What the gradients of sixteen rows need: their normalisers, and the factor that dx is multiplied by. Rows of weight 0
+// What the gradients of rows need: their normalisers, their weights, and the factor that dx is multiplied by. Rows of weight 0
 // have a gradient of 0 whatever their logits are.
 struct GradientRows {
   Normaliser norm;
-  Row weight;
+  Row weight, factor;
   void take(const Block& block, int64_t r, const Rows& m, const Rows& ln_l, const Rows& weights, double scale) {
     norm.take(block, r, m, ln_l);
-    weight.take(weights.at(block, r), block.rows(), static_cast<float>(scale));
+    weight.take(weights.at(block, r), block.rows());
+    factor.take(weights.at(block, r), block.rows(), static_cast<float>(scale));
   }
 };
 
@@ -465,8 +472,8 @@ void paired_gradient(
     float* a, float* b, const Span& span, float factor_a, float factor_b, const GradientRows& rows_a,
     const GradientRows& rows_b, const Row& mean, int64_t i, bool want_a) {
   const Lanes scale_a = splat(factor_a), scale_b = splat(factor_b);
-  const Lanes m_a = rows_a.norm.m[i], ln_l_a = rows_a.norm.ln_l[i], weight_a = rows_a.weight[i];
-  const Lanes m_b = rows_b.norm.m[i], ln_l_b = rows_b.norm.ln_l[i], weight_b = rows_b.weight[i];
+  const Lanes m_a = rows_a.norm.m[i], ln_l_a = rows_a.norm.ln_l[i], weight_a = rows_a.factor[i];
+  const Lanes m_b = rows_b.norm.m[i], ln_l_b = rows_b.norm.ln_l[i], weight_b = rows_b.factor[i];
   const Lanes mu = mean[i];
   const auto sweep = [&](auto with_a) {
     each_key(span, [&](int64_t j, auto mask, int) {
@@ -488,7 +495,7 @@ void paired_gradient(
 
 template <Precision precision, bool relu>
 void mixture_gradient(const float* p, float* b, const Span& span, float factor, const GradientRows& rows, int64_t i) {
-  const Lanes scale = splat(factor), m = rows.norm.m[i], ln_l = rows.norm.ln_l[i], weight = rows.weight[i];
+  const Lanes scale = splat(factor), m = rows.norm.m[i], ln_l = rows.norm.ln_l[i], weight = rows.factor[i];
   each_key(span, [&](int64_t j, auto mask, int) {
     const Lanes x = load(b + j * kStrip);
     Lanes db = (exponential<precision>((logit<relu>(x, scale) - m) - ln_l) - load(p + j * kStrip)) * weight;
@@ -572,7 +579,7 @@ struct TrainState {
 
   template <Precision precision, bool relu>
   void update(const float* p, float* b, const Span& span, float factor, const GradientRows& rows, int64_t i) {
-    const Lanes scale = splat(factor), m = rows.norm.m[i], ln_l = rows.norm.ln_l[i], weight = rows.weight[i];
+    const Lanes scale = splat(factor), m = rows.norm.m[i], ln_l = rows.norm.ln_l[i], weight = rows.factor[i];
     Lanes sum_p[2] = {}, sum[2] = {};
     each_key(span, [&](int64_t j, auto mask, int turn) {
       const Lanes value = load(p + j * kStrip), x = load(b + j * kStrip);
@@ -582,7 +589,7 @@ struct TrainState {
       sum[turn] += select(mask, term, Lanes{});
       Lanes db = (exponential<precision>(log_q) - value) * weight;
       if constexpr (relu) db = x * scale <= 0.0f ? Lanes{} : db;
-      db = weight == 0.0f ? Lanes{} : db;
+      db = rows.weight[i] == 0.0f ? Lanes{} : db;
       store(b + j * kStrip, select(mask, db, Lanes{}));
     });
     s += sum_p[0] + sum_p[1];

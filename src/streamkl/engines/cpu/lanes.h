@@ -150,26 +150,15 @@ STREAMKL_INLINE Lanes logarithm(Lanes x) {
   return x != x ? x : fma(e, splat(0.693359375f), f + p);
 }
 
-// Sixteen floats as sixteen numbers of two bytes, to nearest even.
-template <typename P>
+// Sixteen floats as bfloat16, to nearest even.
 STREAMKL_INLINE Shorts rounded(Lanes x) {
-  if constexpr (std::is_same_v<P, c10::BFloat16>) {
 #ifdef __AVX512BF16__
-    return bits_of<Shorts>(_mm512_cvtneps_pbh((__m512)x));
+  return bits_of<Shorts>(_mm512_cvtneps_pbh((__m512)x));
 #else
-    const Words bits = bits_of<Words>(x);
-    const Words up = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return __builtin_convertvector(x != x ? Words{} + 0x7fc0u : up, Shorts);
+  const Words bits = bits_of<Words>(x);
+  const Words up = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return __builtin_convertvector(x != x ? Words{} + 0x7fc0u : up, Shorts);
 #endif
-  } else {
-#ifdef __AVX512F__
-    return bits_of<Shorts>(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
-#else
-    Shorts y;
-    for (int l = 0; l < kLanes; l++) y[l] = c10::Half(x[l]).x;
-    return y;
-#endif
-  }
 }
 
 // Sixteen numbers of two bytes as floats.

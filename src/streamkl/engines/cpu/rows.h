@@ -133,8 +133,9 @@ struct LogSumExp {
       l *= units.shrink(m, top);
       m = top;
       sum[0] = sum[1] = Lanes{};
+      const Lanes at = top == -kInf ? Lanes{} : top;  // -inf has no weight, and the next tile may have one
       each_key(span, [&](int64_t j, auto mask, int turn) {
-        const Lanes z = units.difference(units.value(load(x + j * stride)), top);
+        const Lanes z = units.difference(units.value(load(x + j * stride)), at);
         sum[turn] += select(mask, units.weight(z), Lanes{});
       });
       late = sum[0] + sum[1] > kLate;

@@ -17,6 +17,7 @@ constexpr int64_t kBlockQ = 256;  // rows that are packed together, at most
 constexpr int64_t kStrip = 128;    // rows of a tile
 constexpr int64_t kBlockK = 256;  // keys of a tile
 constexpr int64_t kStride = kBlockQ + kLanes;  // of right operands: powers of two would share too few cache sets
+constexpr int64_t kFar = 1 << 20;   // keys further apart are copied: brgemm counts bytes in 32 bits
 constexpr int64_t kPiece = 128;   // how much of the width float products add up at once
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -91,7 +92,7 @@ struct Strides {
   explicit Strides(const at::Tensor& x) : batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), dim(x.stride(3)) {}
 };
 
-// T is the tensors' dtype, P what products are made of: T where the CPU has such products, float elsewhere.
+// T is the tensors' dtype, P what products are made of: bfloat16 where the CPU has such products, float elsewhere.
 template <typename T, typename P>
 class TypedSide final : public Side {
   static constexpr bool kVnni = !std::is_same_v<P, float>;  // B operands in pairs of k
@@ -110,9 +111,10 @@ class TypedSide final : public Side {
     const int64_t padded = round_up(rows, kLanes);
     P* staged = staged_.reserve(padded * width_);
     copy(q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token, q_strides_, rows, padded, staged);
-    // Words of the width in columns: [width words, kStride].
-    P* columns = slots_[slot].reserve(width_ * kStride);
-    transpose(staged, width_, padded, columns, kStride);
+    // Words of the width in columns: [width words, rows].
+    q_stride_ = padded + kLanes;
+    P* columns = slots_[slot].reserve(width_ * q_stride_);
+    transpose(staged, width_, padded, columns, q_stride_);
     if (!for_gradient) return;
     Bits* pairs = reinterpret_cast<Bits*>(q_pairs_.reserve(kBlockQ * pairs_stride()));
     const Bits* from = reinterpret_cast<const Bits*>(staged);
@@ -130,7 +132,7 @@ class TypedSide final : public Side {
     for (int64_t j = keys; j < keys + kBlockK; j++) fetch(from + j * k_strides_.token, dim * sizeof(T));
     bool copied = true;
     if constexpr (std::is_same_v<T, P>) {
-      if (k_strides_.dim == 1 && dim == width_ && keys == padded) {
+      if (k_strides_.dim == 1 && k_strides_.token >= dim && k_strides_.token <= kFar && dim == width_ && keys == padded) {
         rows_of_k_ = from;
         k_stride_ = k_strides_.token;
         copied = false;
@@ -194,7 +196,7 @@ class TypedSide final : public Side {
         const Lanes even = seen ? load(at) : Lanes{}, odd = seen ? load(at + kStrip) : Lanes{};
         P* rows = dx_rows_.data() + j * kStride + i;
         if constexpr (kVnni) {
-          const Shorts low = rounded<P>(even), high = rounded<P>(odd);
+          const Shorts low = rounded(even), high = rounded(odd);
           store(rows, low);
           store(rows + kStride, high);
           store(dx_pairs_.data() + j * kStride + 2 * i, paired(low, high));
@@ -239,7 +241,7 @@ class TypedSide final : public Side {
   int64_t pairs_stride() const { return padded_dim + kLanes; }
 
   // What is not finite would make nan of masked pairs in a gradient's product; where it counts, dx is nan.
-  static constexpr Bits kExponent = !kVnni ? Bits(0x7f800000u) : std::is_same_v<P, at::Half> ? Bits(0x7c00) : Bits(0x7f80);
+  static constexpr Bits kExponent = kVnni ? Bits(0x7f80) : Bits(0x7f800000u);
   template <typename V>
   static V finite(V x) {
     return (x & kExponent) == kExponent ? V{} : x;
@@ -270,8 +272,8 @@ class TypedSide final : public Side {
 
   void multiply(int64_t slot, const Part& part, int64_t c, int64_t width, float* x) {
     at::native::cpublas::brgemm(
-        part.j1 - part.j0, round_up(part.i1 - part.i0, kLanes), width, k_stride_, kStride, kStrip, false,
-        rows_of_k_ + part.j0 * k_stride_ + c, slots_[slot].data() + c * kStride + part.i0 * kPair, x + part.j0 * kStrip,
+        part.j1 - part.j0, round_up(part.i1 - part.i0, kLanes), width, k_stride_, q_stride_, kStrip, false,
+        rows_of_k_ + part.j0 * k_stride_ + c, slots_[slot].data() + c * q_stride_ + part.i0 * kPair, x + part.j0 * kStrip,
         kVnni);
   }
 
@@ -279,7 +281,7 @@ class TypedSide final : public Side {
   const T* k_;
   const Strides q_strides_, k_strides_;
   const int64_t inner_, width_;
-  int64_t rows_ = 0, keys_ = 0, k_stride_ = 0;
+  int64_t rows_ = 0, keys_ = 0, q_stride_ = 0, k_stride_ = 0;
   const P* rows_of_k_ = nullptr;
   std::vector<Buffer<P>> slots_;
   Buffer<P> staged_, k_rows_, q_pairs_, k_columns_, dx_rows_, dx_pairs_;
