@@ -14,13 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 BACKENDS = ("auto", "reference", "triton", "cpu", "tiled")
-=======
-BACKENDS = ("auto", "reference", "cpu", "tiled")
 FARTHEST = 2**40
 """A window that is wider than any sequence, as people write with ``sys.maxsize``, has no bound on that side."""
->>>>>>> main
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
