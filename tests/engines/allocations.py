@@ -9,8 +9,11 @@ import torch
 from streamkl import attention_kl, attention_lse
 
 
-def main(tokens: int, dtype: torch.dtype, one_sweep: bool, backend: str, heads: int, teacher_dim: int) -> None:
-    dim, shares = 64, torch.get_num_threads()
+def main(
+    tokens: int, dtype: torch.dtype, one_sweep: bool, backend: str, heads: int, teacher_dim: int, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    dim, shares = 64, threads
     q, k = (torch.randn(1, n, tokens, teacher_dim, dtype=dtype) for n in (heads, 1))
     student_q, student_k = (torch.randn(1, 1, tokens, dim, dtype=dtype) for _ in range(2))
     lse = attention_lse(q, k, causal=True) if one_sweep else None
@@ -50,4 +53,5 @@ if __name__ == "__main__":
         sys.argv[4],
         int(sys.argv[5]),
         int(sys.argv[6]),
+        int(sys.argv[7]),
     )

@@ -26,9 +26,11 @@ def allocations(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
     library = tmp_path_factory.mktemp("hook") / "allocations.so"
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, HERE / "allocations.c"], check=True)
 
-    def peaks(tokens: int, dtype: str, path: str, backend: str, heads: int = 1, dim: int = 64) -> dict[str, int]:
+    def peaks(
+        tokens: int, dtype: str, path: str, backend: str, heads: int = 1, dim: int = 64, threads: int = 2
+    ) -> dict[str, int]:
         result = subprocess.run(
-            [sys.executable, HERE / "allocations.py", *map(str, (tokens, dtype, path, backend, heads, dim))],
+            [sys.executable, HERE / "allocations.py", *map(str, (tokens, dtype, path, backend, heads, dim, threads))],
             env={**os.environ, "LD_PRELOAD": str(library)}, capture_output=True, text=True, check=True,
         )  # fmt: skip
         return json.loads(result.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 import subprocess
@@ -47,7 +48,10 @@ def capability(device: torch.device) -> str:
 
 
 def commit(package: Path) -> str:
-    """The commit of the package's sources, ``-dirty`` if they differ from it; empty outside of a repository."""
+    """The commit of the package's sources, empty outside of a repository.
+
+    ``-dirty`` and a digest of the difference follow if the sources differ from it.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -60,7 +64,11 @@ def commit(package: Path) -> str:
     if git("ls-files", "--error-unmatch", "__init__.py") is None:
         return ""
     head = git("rev-parse", "--short=12", "HEAD") or ""
-    return f"{head}-dirty" if git("status", "--porcelain", "--", ".") else head
+    changes = git("status", "--porcelain", "--", ".")
+    if not changes:
+        return head
+    difference = f"{changes}\n{git('diff', 'HEAD', '--', '.')}"
+    return f"{head}-dirty-{hashlib.sha256(difference.encode()).hexdigest()[:8]}"
 
 
 def available_bytes(device: torch.device) -> int:

@@ -15,7 +15,6 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 from streamkl.bench import gate, isolated, machine, measure, records
 from streamkl.bench.cells import Cell, draw_inputs
 from streamkl.bench.contestants import engine_name, prepare, refusal, row_losses
-from streamkl.bench.gate import RedGateError
 from streamkl.bench.records import Key, Record
 from streamkl.bench.suites import Suite
 
@@ -86,7 +85,7 @@ def _threads(suite: Suite, options: Options) -> tuple[int, ...]:
 
 def _stored(name: str, suite: Suite, facts: dict[str, str], options: Options) -> list[Record]:
     """The records of cells that the file has in full, from this commit and machine, of the engine that would run."""
-    if not options.resume or not options.output.exists() or facts.get("commit", "").endswith("-dirty"):
+    if not options.resume or not options.output.exists():
         return []
     found = {r.key: r for r in records.read(options.output) if r.suite == name and r.machine == facts}
     stored = []
@@ -124,7 +123,7 @@ def _measure(name: str, suite: Suite, cells: list[Cell], options: Options) -> li
         if suite.isolated or (options.memory and record.threads == threads[-1]):
             once = isolated.run(record.cell, record.contestant, options.backend, options.device, record.threads)
             if once.loss is not None and not math.isfinite(once.loss):
-                raise RedGateError(f"{record.cell}: {record.contestant} has a loss of {once.loss}")
+                raise gate.RedGateError(f"{record.cell}: {record.contestant} has a loss of {once.loss}")
             record.seconds = record.seconds or [once.seconds]
             record.extra_bytes, record.resident_bytes = once.extra_bytes, once.resident_bytes
     return measured

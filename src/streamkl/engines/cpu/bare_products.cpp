@@ -1,12 +1,11 @@
 // The tile products of a forward and nothing else, on operands that are packed already: the yardstick of the benchmark.
-#include <ATen/Parallel.h>
+#include "threads.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/native/CPUBlas.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 namespace streamkl::cpu {
@@ -40,33 +39,29 @@ void multiply(
   const Packed<P> a(a_q, a_k), b(b_q, b_k);
   const int64_t batch = a_q.size(0), group = a.heads / b.heads, blocks = (a.rows + block_q - 1) / block_q;
   const int64_t tasks = batch * b.heads * blocks;
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks), 1, [&](int64_t begin, int64_t end) {
+  on_all_threads(tasks, [&](const auto& take) {
     std::vector<float> xa(block_q * a.stride), xb(block_q * a.stride);
-    for (int64_t thread = begin; thread < end; thread++) {
-      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-        const int64_t block = blocks - 1 - task % blocks, r = task / blocks % b.heads, n = task / blocks / b.heads;
-        const int64_t row = block * block_q, count = std::min(block_q, a.rows - row);
-        const int64_t tiles = causal ? std::min(a.tiles, (row + count + block_k - 1) / block_k) : a.tiles;
-        float sum = 0.0f;
-        for (int64_t tile = 0; tile < tiles; tile++) {
-          // The tile on the diagonal is made of two, and the first of them has fewer keys.
-          const int64_t step = causal && tile + 1 == tiles ? (block_q + 1) / 2 : block_q;
-          for (int64_t i = 0; i < count; i += step) {
-            const int64_t rows = std::min(step, count - i);
-            const int64_t keys = causal ? std::min(block_k, row + i + rows - tile * block_k) : block_k;
-            if (keys <= 0) continue;
-            float last = 0.0f;
-            for (int64_t head = r * group; head < (r + 1) * group; head++)
-              last += a.product(n, head, row + i, rows, tile, keys, xa.data());
-            last += b.product(n, r, row + i, rows, tile, keys, xb.data());
-            if (i + rows == count) sum += last;
-          }
+    for (int64_t task; (task = take()) >= 0;) {
+      const int64_t block = blocks - 1 - task % blocks, r = task / blocks % b.heads, n = task / blocks / b.heads;
+      const int64_t row = block * block_q, count = std::min(block_q, a.rows - row);
+      const int64_t tiles = causal ? std::min(a.tiles, (row + count + block_k - 1) / block_k) : a.tiles;
+      float sum = 0.0f;
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        // The tile on the diagonal is made of two, and the first of them has fewer keys.
+        const int64_t step = causal && tile + 1 == tiles ? (block_q + 1) / 2 : block_q;
+        for (int64_t i = 0; i < count; i += step) {
+          const int64_t rows = std::min(step, count - i);
+          const int64_t keys = causal ? std::min(block_k, row + i + rows - tile * block_k) : block_k;
+          if (keys <= 0) continue;
+          float last = 0.0f;
+          for (int64_t head = r * group; head < (r + 1) * group; head++)
+            last += a.product(n, head, row + i, rows, tile, keys, xa.data());
+          last += b.product(n, r, row + i, rows, tile, keys, xb.data());
+          if (i + rows == count) sum += last;
         }
-        sums[task] = sum;
       }
+      sums[task] = sum;
     }
-    at::native::cpublas::brgemm_release();
   });
 }
 

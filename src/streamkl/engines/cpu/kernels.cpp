@@ -1,12 +1,12 @@
 // The sweeps of tiled.py over the tiles of tile.h, and their registration as operators.
 #include "rows.h"
+#include "threads.h"
 #include "tile.h"
 
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <numeric>
+#include <optional>
 #include <tuple>
 
 #include <xmmintrin.h>
@@ -132,32 +132,14 @@ Precision precision_of(bool fast) { return fast ? Precision::kFast : Precision::
 // Weights far below the largest one would otherwise be denormal, which costs a hundred times as much as they are worth.
 class FlushDenormals {
  public:
-  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  explicit FlushDenormals(bool wanted) : saved_(_mm_getcsr()) {
+    if (wanted) _mm_setcsr(saved_ | 0x8040);
+  }
   ~FlushDenormals() { _mm_setcsr(saved_); }
 
  private:
   const unsigned saved_;
 };
-
-// Gives back what brgemm keeps in the thread, whatever happens.
-struct Release {
-  ~Release() { at::native::cpublas::brgemm_release(); }
-};
-
-// Runs work(next) on every thread; next() gives a task, or -1 when there are none left.
-template <typename Work>
-void on_all_threads(int64_t tasks, const Work& work) {
-  if (tasks == 0) return;
-  std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    const Release release;
-    for (int64_t t = begin; t < end; t++) work([&]() -> int64_t {
-        const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
-        return task < tasks ? task : -1;
-      });
-  });
-}
 
 // Row vectors [B, heads, Nq], contiguous.
 struct Rows {
@@ -206,7 +188,7 @@ void each_block(const Tensor& table, const Window& window, int64_t rows, int64_t
     for (const auto& block : blocks_of(seq, window, rows)) blocks.push_back(block);
   const int64_t count = blocks.size();
   on_all_threads(count * heads, [&](const auto& next) {
-    std::unique_ptr<FlushDenormals> flush(fast ? new FlushDenormals : nullptr);
+    const FlushDenormals flush(fast);
     auto sweep = make();
     // The last rows of a causal problem have the most to do, so they come first.
     for (int64_t task; (task = next()) >= 0;) sweep(blocks[count - 1 - task % count], task / count);
@@ -437,7 +419,7 @@ int64_t shares_of(const std::vector<Unit>& units) {
 template <typename Make>
 void each_share(const std::vector<Unit>& units, int64_t shares, bool fast, const Make& make) {
   on_all_threads(units.size() * shares, [&](const auto& next) {
-    std::unique_ptr<FlushDenormals> flush(fast ? new FlushDenormals : nullptr);
+    const FlushDenormals flush(fast);
     auto sweep = make();
     for (int64_t task; (task = next()) >= 0;) {
       const Unit& unit = units[task / shares];
@@ -525,8 +507,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
   const auto factor_a = static_cast<float>(a_scale), factor_b = static_cast<float>(b_scale);
   each_share(units, shares, quick, [&] {
     return [&, a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu),
-            target = Target(side_of(a_q, a_k, a_scale, a_relu), group, quick), xa = Buffer<float>(kBlockK * kStrip),
-            xb = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(paired ? 0 : kBlockK * kBlockQ), rows_a = GradientRows(),
+            target = paired ? std::optional<Target>() : Target(side_of(a_q, a_k, a_scale, a_relu), group, quick),
+            xa = Buffer<float>(kBlockK * kStrip), xb = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(paired ? 0 : kBlockK * kBlockQ), rows_a = GradientRows(),
             rows_b = GradientRows()](const Block& block, int64_t r, int64_t share) mutable {
       const int64_t batch = block.seq.batch;
       Row mu;
@@ -537,7 +519,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
         rows_a.take(block, r, Rows(m_a), Rows(ln_l_a), Rows(row_grad), a_scale);
         mu.take(Rows(mean).at(block, r), block.rows());
       } else {
-        target.take_rows(block, r, Rows(m_a), Rows(ln_l_a));
+        target->take_rows(block, r, Rows(m_a), Rows(ln_l_a));
       }
       if (want_a) a->begin_gradient();
       if (want_b) b->begin_gradient();
@@ -546,7 +528,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(
         if (want_a) grad_a.fetch_keys(block, tile, a->kv_head(r), share);
         if (want_b) grad_b.fetch_keys(block, tile, b->kv_head(r), share);
         if (paired) a->take_keys(batch, a->kv_head(r), tile.key(block), tile.keys(), want_a);
-        else target.compute(block, tile, window, r, p.data());
+        else target->compute(block, tile, window, r, p.data());
         each_part(block, tile, window, true, [&](const Part& part) {
           if (part.j0 < part.j1) {
             b->product(0, part, xb.data());

@@ -190,11 +190,7 @@ struct MixtureState {
   template <Precision precision, bool relu>
   void update(const float* p, const float* b, int64_t stride, const Span& span, double scale) {
     const Lanes factor = splat(static_cast<float>(scale));
-    Lanes top[2] = {m_b, m_b};
-    each_key(span, [&](int64_t j, auto mask, int turn) {
-      top[turn] = max(select(mask, logit<relu>(load(b + j * stride), factor), splat(-kInf)), top[turn]);
-    });
-    const Lanes m = max(top[0], top[1]);
+    const Lanes m = max(Units<Precision::kExact, relu>(scale).largest(b, stride, span), m_b);
     Lanes sum_b[2] = {}, sum_p[2] = {}, sum[2] = {};
     each_key(span, [&](int64_t j, auto mask, int turn) {
       const Lanes weight = load(p + j * stride), zb = logit<relu>(load(b + j * stride), factor) - m;

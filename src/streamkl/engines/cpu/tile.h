@@ -14,11 +14,11 @@
 namespace streamkl::cpu {
 
 constexpr int64_t kBlockQ = 256;  // rows that are packed together, at most
-constexpr int64_t kStrip = 128;    // rows of a tile
+constexpr int64_t kStrip = 128;   // rows of a tile
 constexpr int64_t kBlockK = 256;  // keys of a tile
 constexpr int64_t kStride = kBlockQ + kLanes;  // of right operands: powers of two would share too few cache sets
-constexpr int64_t kFar = 1 << 20;   // keys further apart are copied: brgemm counts bytes in 32 bits
-constexpr int64_t kPiece = 128;   // how much of the width float products add up at once
+constexpr int64_t kFar = 1 << 20;  // keys further apart are copied: brgemm counts bytes in 32 bits
+constexpr int64_t kPiece = 128;  // how much of the width float products add up at once
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 

@@ -1,0 +1,32 @@
+// Tasks dealt out to PyTorch's threads.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace streamkl::cpu {
+
+// Gives back what brgemm keeps in the thread, whatever happens.
+struct Release {
+  ~Release() { at::native::cpublas::brgemm_release(); }
+};
+
+// Runs work(next) on every thread; next() gives a task, or -1 when there are none left.
+template <typename Work>
+void on_all_threads(int64_t tasks, const Work& work) {
+  if (tasks == 0) return;
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    const Release release;
+    for (int64_t t = begin; t < end; t++) work([&]() -> int64_t {
+        const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+        return task < tasks ? task : -1;
+      });
+  });
+}
+
+}  // namespace streamkl::cpu
