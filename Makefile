@@ -1,4 +1,4 @@
-.PHONY: install format lint types test test-fast test-oldest fuzz bench memory long-context wheel ci
+.PHONY: install format lint types test test-fast test-oldest fuzz fuzz-triton kernels bench memory long-context wheel ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -29,6 +29,12 @@ test-oldest:  ## the same tests on the oldest torch that we support, whose own w
 
 fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 	pytest -n 2 -q tests/contract/test_fuzz.py --fuzz-seeds $(or $(SEEDS),2000) --fuzz-from $(or $(FROM),0)
+
+fuzz-triton:  ## 1,000 small problems in Triton's interpreter
+	pytest -n 2 -q tests/contract/test_fuzz.py -k triton --fuzz-seeds $(or $(SEEDS),1000) --fuzz-from $(or $(FROM),0)
+
+kernels:  ## every Triton kernel compiled for every target; fails on a broken budget
+	streamkl kernels --check
 
 bench:  ## every figure of docs/performance.md, about an hour; what is there already is kept
 	streamkl bench run forward training eager dtypes threads models long --output benchmarks/results/cpu.jsonl --resume

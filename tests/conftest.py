@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from streamkl.engines import tiled
+from streamkl.engines.triton import architecture
+from streamkl.engines.triton.meta import Config
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which nothing has done yet
 
 pytest_plugins = ["streamkl.testing.nan_poison"]
 
-ENGINES = ("tiled", "cpu")
+ENGINES = ("tiled", "cpu", "triton")
+TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
+"""A tile of the Triton engine: the interpreter takes as long for a row as for many."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,3 +48,30 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a small problem has many of them, ragged and masked ones among them."""
     monkeypatch.setattr(tiled, "BLOCK_Q", 16)
     monkeypatch.setattr(tiled, "BLOCK_K", 24)
+    monkeypatch.setattr(architecture, "INTERPRETED", TILE)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interpreter_patched_once() -> Iterator[None]:
+    """Triton's interpreter patches its language at each call; once a launch is enough, and a third faster."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_lang, active = interpreter._patch_lang, {}
+
+    def restore() -> None:
+        for scope in reversed(active.values()):
+            scope.restore()
+        active.clear()
+
+    def patch_once(fn: Any) -> Any:
+        outermost, module = not active, fn.__module__  # the modules that a function sees are its own module's
+        if module not in active:
+            active[module] = patch_lang(fn)
+        return SimpleNamespace(restore=restore if outermost else lambda: None)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        yield

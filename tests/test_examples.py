@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -24,7 +25,9 @@ def python_blocks() -> list:
 
 def modules() -> list[str]:
     names = (name for _, name, _ in pkgutil.walk_packages(streamkl.__path__, "streamkl."))
-    return [name for name in names if not name.endswith("__main__")]
+    needs_triton = ("streamkl.engines.triton.", "streamkl.cli.kernels")
+    has_triton = importlib.util.find_spec("triton") is not None
+    return [n for n in names if not n.endswith("__main__") and (has_triton or not n.startswith(needs_triton))]
 
 
 @pytest.mark.parametrize("code", python_blocks())

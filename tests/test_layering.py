@@ -7,6 +7,8 @@ import streamkl
 
 ROOT = Path(streamkl.__file__).parent
 
+KERNELS, INSPECT = "streamkl.engines.triton.kernels", "streamkl.engines.triton.inspect"
+
 ALLOWED = {
     "__init__.py": {"streamkl.api"},
     "__main__.py": {"streamkl.cli"},
@@ -28,6 +30,37 @@ ALLOWED = {
     "engines/tiled.py": {"streamkl.problem", "streamkl.state"},
     "engines/cpu/__init__.py": {"streamkl.engines.cpu", "streamkl.problem", "streamkl.state"},
     "engines/cpu/build.py": set(),
+    "engines/triton/__init__.py": {"streamkl.engines.triton", "streamkl.problem", "streamkl.state"},
+    "engines/triton/meta.py": {"streamkl.problem"},
+    "engines/triton/nvidia.py": {"streamkl.engines.triton.meta"},
+    "engines/triton/amd.py": {"streamkl.engines.triton.meta"},
+    "engines/triton/architecture.py": {"streamkl.engines.triton", "streamkl.engines.triton.meta"},
+    "engines/triton/launch.py": {"streamkl.engines.triton", "streamkl.engines.triton.meta", "streamkl.problem"},
+    "engines/triton/plans.py": {
+        "streamkl.engines.triton.launch",
+        *(f"{KERNELS}.{name}" for name in ("backward", "forward", "lse", "primitives", "rows", "split")),
+        "streamkl.problem",
+        "streamkl.state",
+    },
+    "engines/triton/kernels/__init__.py": set(),
+    "engines/triton/kernels/primitives.py": set(),
+    "engines/triton/kernels/gradient.py": {f"{KERNELS}.primitives"},
+    "engines/triton/kernels/rows.py": {f"{KERNELS}.primitives"},
+    "engines/triton/kernels/lse.py": {f"{KERNELS}.primitives"},
+    "engines/triton/kernels/forward.py": {f"{KERNELS}.primitives"},
+    "engines/triton/kernels/backward.py": {f"{KERNELS}.gradient", f"{KERNELS}.primitives"},
+    "engines/triton/kernels/split.py": {f"{KERNELS}.forward", f"{KERNELS}.primitives"},
+    "engines/triton/inspect/__init__.py": set(),
+    "engines/triton/inspect/binary.py": set(),
+    "engines/triton/inspect/compiler.py": {"streamkl.engines.triton.launch"},
+    "engines/triton/inspect/budget.py": {"streamkl.engines.triton.launch", f"{INSPECT}.binary"},
+    "engines/triton/inspect/matrix.py": {
+        "streamkl.engines.triton",
+        "streamkl.engines.triton.launch",
+        "streamkl.problem",
+        "streamkl.state",
+    },
+    "engines/triton/inspect/report.py": {INSPECT, f"{INSPECT}.compiler", f"{INSPECT}.matrix"},
 }
 """The modules of the core, and what of the package each may import."""
 
@@ -70,7 +103,7 @@ def test_the_core_imports_only_what_lies_below_it() -> None:
 
 
 def test_every_core_module_has_a_rule() -> None:
-    apart = ("bench", "cli", "testing")
+    apart = ("bench", "cli", "selfcheck", "testing")
     core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in apart}
     assert core == set(ALLOWED)
 
@@ -85,7 +118,7 @@ def test_the_benchmark_imports_only_what_lies_below_it_and_the_core_does_not_imp
         for path in ROOT.rglob("*.py")
         if any(name.startswith("streamkl.bench") for name in imports(path)) and path.parent.name != "bench"
     }
-    assert importers == {"cli/bench.py"}
+    assert importers == {"cli/bench.py", "cli/selfcheck.py", "selfcheck/checks.py", "selfcheck/report.py"}
 
 
 def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
@@ -94,4 +127,6 @@ def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
         for path in ROOT.rglob("*.py")
         if any(name.startswith("streamkl.testing") for name in imports(path)) and path.parent.name != "testing"
     }
-    assert importers == {"cli/doctor.py", "bench/cells.py", "bench/gate.py", "bench/suites.py"}
+    assert importers == {
+        "cli/doctor.py", "bench/cells.py", "bench/gate.py", "bench/suites.py", "selfcheck/checks.py"
+    }  # fmt: skip

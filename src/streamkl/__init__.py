@@ -3,10 +3,10 @@
 from importlib.metadata import version as _version
 
 __version__ = _version("streamkl")
-__all__ = ["__version__", "attention_kl", "attention_lse"]
+__all__ = ["__version__", "attention_kl", "attention_lse", "indexer_kl"]
 
 try:
-    from streamkl.api import attention_kl, attention_lse
+    from streamkl.api import attention_kl, attention_lse, indexer_kl
 except (ImportError, AttributeError, OSError) as _error:
     # A missing, broken or too old torch. The package itself still imports, so that `streamkl doctor` can say so.
     _reason = _error

@@ -1,10 +1,12 @@
 """Each promise of the contract by name, held to the accuracy rule; `test_fuzz` mixes them."""
 
+import functools
 import sys
 
 import pytest
 import torch
 
+from streamkl import attention_kl
 from streamkl.testing import STUDENT, TEACHER, Case, Heads, check_accuracy, make_case
 from streamkl.testing.problems import DIMS
 
@@ -32,9 +34,10 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def assert_accurate(case: Case, backend: str) -> None:
-    if backend == "cpu" and any(x.dtype == torch.float64 for x in case.tensors.values()):
-        pytest.skip("the cpu engine computes in float32")
-    errors = check_accuracy(case, backend)
+    if backend != "tiled" and any(x.dtype == torch.float64 for x in case.tensors.values()):
+        pytest.skip(f"the {backend} engine computes in float32")
+    # Poisoned memory comes with deterministic algorithms on; here the sweep that adds up dQ is under test as well.
+    errors = check_accuracy(case, backend, functools.partial(attention_kl, deterministic=False))
     assert errors.worst <= 1, f"{errors}; {case}"
 
 

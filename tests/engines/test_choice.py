@@ -37,3 +37,14 @@ def test_a_named_engine_never_falls_back(refusing: None) -> None:
 def test_backends_are_named_alike_everywhere() -> None:
     names = ("auto", "reference", *engines.PREFERENCE)
     assert names == validation.BACKENDS == get_args(api.Backend)
+
+
+def test_an_interpreter_is_taken_when_it_is_named_and_never_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert engines.choose("auto", CPU).engine.name != "triton"
+    assert "triton: would be interpreted" in engines.choose("auto", CPU).reason
+    assert engines.choose("triton", CPU).engine.name == "triton"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(RuntimeError, match="runs on NVIDIA and AMD GPUs"):
+        engines.choose("triton", CPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import typer
 
@@ -51,3 +52,45 @@ def doctor() -> None:
     from streamkl.cli.doctor import run
 
     sys.exit(run())
+
+
+@app.command()
+def kernels(
+    target: list[str] = typer.Option([], help="Only this target, e.g. sm_90; may be given several times."),  # noqa: B008
+    kind: list[str] = typer.Option([], help="Only this kind of kernel, e.g. paired; may be given several times."),  # noqa: B008
+    quick: bool = typer.Option(False, help="Head dims 64 and 128 on three targets, as in CI."),
+    check: bool = typer.Option(False, help="Exit with 1 if a kernel is over its budget."),
+    output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
+) -> None:
+    """Compiles every Triton kernel for GPUs that need not be there, and prints what the binaries say.
+
+    Registers, spills, shared memory, tensor-core instructions, and a static ceiling: an upper bound, not measured.
+    """
+    import os
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("TRITON_INTERPRET=1 is set: nothing would be compiled")
+    try:
+        from streamkl.cli.kernels import run
+    except ImportError as error:
+        sys.exit(f"Triton is needed to compile kernels: {error}")
+    sys.exit(run(target, kind, quick, check, output))
+
+
+@app.command()
+def selfcheck(
+    device: str = typer.Option("cpu", help="cpu or cuda."),
+    backend: str = typer.Option("auto", help="The engine."),
+    seeds: int = typer.Option(300, help="How many seeded problems the accuracy check runs."),
+    quick: bool = typer.Option(False, help="Small problems and few repetitions: shows that everything works."),
+    output: Path = typer.Option(Path("selfcheck"), help="Where the .json and .md files go."),  # noqa: B008
+) -> None:
+    """Checks correctness, determinism and memory on a device, then measures; writes a report that can be posted.
+
+    Exits with 1 if a check failed; then nothing is measured.
+    """
+    import torch
+
+    from streamkl.cli.selfcheck import run
+
+    sys.exit(run(torch.device(device), backend, seeds, quick, output))

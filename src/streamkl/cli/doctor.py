@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 OPTIONAL = {
-    "triton": "torch.compile on NVIDIA and AMD GPUs",
+    "triton": "the engine for NVIDIA and AMD GPUs",
     "numpy": "conversions between tensors and arrays",
 }
 """Packages that are not needed, and what they are for."""

@@ -1,0 +1,66 @@
+"""``streamkl kernels``: every Triton kernel compiled for every target, and what its binary says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from streamkl.engines.triton.inspect.matrix import TARGETS
+from streamkl.engines.triton.inspect.report import Figures, all_figures, variants
+
+CAPTION = (
+    "clocks: the least that one pass of the main loop needs for its products, for issuing its instructions, and "
+    "for its exponentials. ceiling: upper bound, not measured - the share of the tensor cores' peak if nothing waited."
+)
+
+
+def run(targets: list[str], kinds: list[str], quick: bool, check: bool, output: Path | None) -> int:
+    """Compiles, prints, and returns the exit code: 1 if ``check`` and a budget is broken."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # a file has room for the columns
+    progress_console = Console(stderr=True)
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown:
+        console.print(f"unknown target {', '.join(unknown)}; known are {', '.join(TARGETS)}")
+        return 2
+    wanted = [v for v in variants(targets or TARGETS, quick) if not kinds or v.kind in kinds]
+    rows: list[Figures] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=progress_console, transient=True) as progress:
+        task = progress.add_task("compiling", total=len(wanted))
+        for variant, found in all_figures(wanted):
+            progress.update(task, advance=1, description=str(variant))
+            rows += found
+    show(rows, console)
+    if output is not None:
+        output.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+    broken = [row for row in rows if row.broken]
+    for row in broken:
+        console.print(f"[red]{row.variant} {row.kernel} ({row.config}):[/] {'; '.join(row.broken)}", highlight=False)
+    console.print(f"{len(rows)} kernels compiled, {len(broken)} over budget")
+    return 1 if check and broken else 0
+
+
+def show(rows: list[Figures], console: Console) -> None:
+    """Prints the figures, one table a target."""
+    for target in dict.fromkeys(row.arch for row in rows):
+        table = Table(
+            "variant", "kernel", "tile", "registers", "spills", "shared", "products", "exp", "loop", "clocks",
+            "ceiling", title=target, title_justify="left", caption=CAPTION, caption_justify="left",
+        )  # fmt: skip
+        for row in rows:
+            if row.arch != target:
+                continue
+            products = ", ".join(f"{count} {kind}" for kind, count in row.mma.items()) or "none"
+            table.add_row(
+                row.variant.removeprefix(f"{target} "), row.kernel.removesuffix("_kernel"), row.config,
+                str(row.registers), str(row.spills), f"{row.shared >> 10}/{row.shared_limit >> 10} KB", products,
+                str(row.exp), str(row.loop_instructions),
+                f"{row.mma_clocks:.0f} / {row.issue_clocks:.0f} / {row.exp_clocks:.0f}", f"{row.ceiling:.0%}",
+            )  # fmt: skip
+        console.print(table)

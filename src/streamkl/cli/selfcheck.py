@@ -1,0 +1,76 @@
+"""``streamkl selfcheck``: the checks with their progress, then the timings, then the two files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from streamkl.bench import machine
+from streamkl.bench import run as bench
+from streamkl.bench.gate import RedGateError
+from streamkl.bench.records import Record
+from streamkl.bench.suites import SUITES
+from streamkl.selfcheck import checks, report
+from streamkl.selfcheck.checks import Outcome
+
+INTERPRETED_SEEDS, INTERPRETED_TOKENS = 10, 16
+"""What Triton's interpreter is given: it takes a second for a small problem."""
+
+
+def run(device: torch.device, backend: str, seeds: int, quick: bool, output: Path) -> int:
+    """Checks, measures, writes; returns 1 if a check failed, in which case nothing is measured."""
+    console = Console()
+    outcomes = _checks(device, backend, seeds, quick, console)
+    records: list[Record] = []
+    if all(outcome.passed for outcome in outcomes):
+        records, red = _timings(device, backend, quick, output.with_suffix(".jsonl"), console)
+        outcomes += [Outcome("timings", False, red)] if red else []
+    for outcome in outcomes:
+        verdict = "[green]passed[/]" if outcome.passed else "[bold red]failed[/]"
+        console.print(f"{verdict} {outcome.name}: {outcome.figure}", highlight=False)
+        for failure in outcome.failures[:5]:
+            console.print(f"  {failure}", highlight=False, markup=False)
+    data, page = report.write(output, machine.facts(device), outcomes, records)
+    console.print(f"The report is in {page} and {data}.", highlight=False)
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+def _checks(device: torch.device, backend: str, seeds: int, quick: bool, console: Console) -> list[Outcome]:
+    outcomes = []
+    runs = [(backend, seeds, 64 if quick else 96, 200)]
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and backend != "triton":
+        runs.append(("triton", min(seeds, INTERPRETED_SEEDS), INTERPRETED_TOKENS, 20))
+    with Progress(console=console, transient=True) as progress:
+        for engine, count, max_tokens, tokens in runs:
+            task = progress.add_task(f"{engine}: accuracy", total=count)
+            for done in checks.accuracy(engine, device, range(count), max_tokens):
+                if isinstance(done, Outcome):
+                    outcomes.append(done)
+                else:
+                    progress.update(task, completed=done)
+            task = progress.add_task(f"{engine}: determinism", total=None)
+            outcomes.append(checks.determinism(engine, device, tokens))
+            progress.remove_task(task)
+        progress.add_task(f"{backend}: memory", total=None)
+        outcomes.append(checks.memory(backend, device, 2048 if quick else 8192))
+    return outcomes
+
+
+def _timings(
+    device: torch.device, backend: str, quick: bool, output: Path, console: Console
+) -> tuple[list[Record], str]:
+    """The records of the benchmark's own suites, or why its gate was red."""
+    output.unlink(missing_ok=True)
+    options = bench.Options(backend, device, torch.get_num_threads(), 0.2 if quick else 5.0, False, False, output)
+    records: list[Record] = []
+    for name in ("forward", "training"):
+        suite = SUITES[name].quick() if quick else SUITES[name]
+        try:
+            records += bench.run(f"{name}-quick" if quick else name, suite, options, console)
+        except RedGateError as error:
+            return records, str(error)
+    return records, ""

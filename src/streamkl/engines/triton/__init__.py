@@ -1,0 +1,125 @@
+"""The Triton engine, for NVIDIA and AMD GPUs; with ``TRITON_INTERPRET=1`` its kernels run on CPU tensors, for tests.
+
+``kernels/`` holds the kernels, ``plans.py`` and ``launch.py`` the host side, ``architecture.py`` with ``nvidia.py`` and
+``amd.py`` the configs. Triton is imported when the engine first runs, not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from streamkl.problem import Gradients, Inputs, Problem, Side, Support
+from streamkl.state import Normalisers
+
+name = "triton"
+summary = "fused Triton kernels"
+
+
+def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
+    """Why this engine cannot run the problem there: no GPU that it knows, float64, or no Triton."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "runs on NVIDIA and AMD GPUs, and on a CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
+    if device.type not in ("cpu", "cuda"):
+        return f"runs on NVIDIA and AMD GPUs, not on {device.type}"
+    if problem is not None and problem.dtype == torch.float64:
+        return "computes in float32, and float64 was given"
+    if problem is not None and problem.b.summed:
+        return "does not sum index heads"
+    if problem is not None and problem.support.topk is not None:
+        return "does not take topk_indices"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    return _too_old(device) if device.type == "cuda" else None
+
+
+def reluctant(device: torch.device) -> str | None:
+    """Why ``auto`` should not take this engine though it can run: an interpreter is for tests."""
+    return "would be interpreted: name it to test it" if device.type == "cpu" else None
+
+
+@functools.cache
+def _too_old(device: torch.device) -> str | None:
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs an NVIDIA GPU of compute capability 8.0 or later"
+    return None
+
+
+def logsumexp(
+    support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]``; ``(-inf, 0)`` where a row sees no key."""
+    from streamkl.engines.triton import architecture, launch, plans
+
+    launches, rows = plans.logsumexp(support, side, q, k, architecture.of(q.device))
+    launch.run_all(launches, q.device)
+    return rows
+
+
+def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
+    """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its normalisers."""
+    from streamkl.engines.triton import architecture, launch, plans
+
+    device = inputs.b_q.device
+    launches, rows = plans.paired_rows(problem, inputs, architecture.of(device))
+    launch.run_all(launches, device)
+    return rows
+
+
+def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
+    from streamkl.engines.triton import architecture, launch, plans
+
+    device = inputs.b_q.device
+    launches, rows = plans.mixture_rows(problem, inputs, m_a, ln_l_a, architecture.of(device))
+    launch.run_all(launches, device)
+    return rows
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    norm: Normalisers,
+    mean: Tensor | None,
+    row_grad: Tensor,
+    want_a: bool,
+    want_b: bool,
+) -> Gradients:
+    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes: one sweep, or two where it must be deterministic."""
+    from streamkl.engines.triton import architecture, launch, plans
+
+    device = inputs.b_q.device
+    launches, gradients = plans.backward(
+        problem, inputs, norm, mean, row_grad, want_a, want_b, architecture.of(device)
+    )  # fmt: skip
+    launch.run_all(launches, device)
+    return Gradients(
+        *(
+            None if grad is None else _summed(grad, x).to(x.dtype)
+            for grad, x in zip(gradients[:4], inputs[:4], strict=True)
+        )
+    )
+
+
+def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
+    """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
+    from streamkl.engines.triton import architecture, launch, plans
+
+    device = inputs.b_q.device
+    launches, made = plans.train(problem, inputs, norm, weight, architecture.of(device))
+    launch.run_all(launches, device)
+    s, acc = (_summed(x, weight) for x in (made.sum_p, made.sum_acc))
+    ln_l_a = norm.ln_l_a if problem.group == 1 else 0.0  # head by head, the sums leave the normaliser of a to us
+    kl = (acc / s + (norm.ln_l_b - ln_l_a)) - torch.log(s)
+    loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, 0.0), 0.0).sum()
+    gradients = Gradients(None, None, _summed(made.dq, inputs.b_q), made.dk)
+    return loss, gradients, torch.where(weight == 0, 1.0, s)
+
+
+def _summed(x: Tensor, like: Tensor) -> Tensor:
+    """The sum over the shares of the keys, if there are several."""
+    return x.sum(0) if x.dim() > like.dim() else x

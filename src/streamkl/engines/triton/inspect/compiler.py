@@ -1,0 +1,72 @@
+"""Ahead-of-time compilation of a `Launch` for an architecture that need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+
+from streamkl.engines.triton.launch import Launch
+
+POINTERS = {
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+def gpu_target(arch: str) -> GPUTarget:
+    """Triton's name of an architecture."""
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch[3:]), 32)
+    return GPUTarget("hip", arch, 64)
+
+
+def compile_launch(launch: Launch, arch: str, aligned: bool = True) -> Any:
+    """The compiled kernel, as a launch of these arguments would compile it there.
+
+    Args:
+        launch: From ``plans.py``, made of tensors on any device, ``meta`` too.
+        arch: ``sm_80`` and so on, ``gfx942``.
+        aligned: Whether pointers are aligned to 16 bytes and sizes that are multiples of 16 are known to be.
+    """
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    attributes: dict[tuple[int, ...], list[Any]] = {}
+    names = launch.kernel.arg_names
+    given = {**launch.arguments, **launch.constants}
+    for n, name in enumerate(names):
+        if name in launch.constants:
+            signature[name], constants[(n,)] = "constexpr", launch.constants[name]
+        else:
+            signature[name] = _specialise(given[name], (n,), constants, attributes, aligned)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
+    return triton_compile(source, target=gpu_target(arch), options=options)
+
+
+def _specialise(
+    value: Any,
+    path: tuple[int, ...],
+    constants: dict[Any, Any],
+    attributes: dict[tuple[int, ...], list[Any]],
+    aligned: bool,
+) -> Any:
+    """The type of an argument as Triton's launcher specialises it: ones and None are constants, 16s known."""
+    if isinstance(value, tuple):
+        return tuple(_specialise(x, (*path, n), constants, attributes, aligned) for n, x in enumerate(value))
+    if isinstance(value, Tensor):
+        if aligned:
+            attributes[path] = [["tt.divisibility", 16]]
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if value is None or value == 1:
+        constants[path] = value
+        return "constexpr"
+    if value % 16 == 0 and aligned:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"

@@ -1,0 +1,70 @@
+"""Which kernels are compiled: every kind, for the head dims that people use, in both half precisions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamkl.engines.triton import plans
+from streamkl.engines.triton.launch import Launch
+from streamkl.problem import Inputs, Problem, Side, Support
+from streamkl.state import Normalisers
+
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 128))
+"""Head dims of side ``a`` and side ``b``: latent attention has 192 and, absorbed, 576."""
+
+KINDS = ("lse", "paired", "mixture", "backward", "backward_both", "backward_group", "train", "train_group", "queries",
+         "queries_group")  # fmt: skip
+"""The engine's functions: ``_both`` sides' gradients, ``_group`` means, ``queries`` the deterministic pair."""
+
+TOKENS, HEADS, KV_HEADS = 4096, 16, 4
+
+
+class Variant(NamedTuple):
+    """One thing to compile for an architecture."""
+
+    arch: str
+    kind: str
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    aligned: bool
+
+    def __str__(self) -> str:
+        dims = f"{self.dims[0]}" if self.dims[0] == self.dims[1] else f"{self.dims[0]}/{self.dims[1]}"
+        return f"{self.arch} {self.kind} {dims} {str(self.dtype)[6:]}{'' if self.aligned else ' misaligned'}"
+
+
+def launches(variant: Variant) -> list[Launch]:
+    """The sweeps of a variant, on meta tensors; what prepares rows for them multiplies nothing and is left out."""
+    arch, kind, dims, dtype, aligned = variant
+    group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")
+    distributions = KV_HEADS if group else HEADS
+
+    def tensor(heads: int, dim: int) -> Tensor:
+        return torch.empty(2, heads, TOKENS, dim if aligned else dim + 1, dtype=dtype, device="meta")[..., :dim]
+
+    def rows(heads: int) -> Tensor:
+        return torch.empty(2, heads, TOKENS, device="meta")
+
+    inputs = Inputs(
+        tensor(HEADS, dims[0]), tensor(KV_HEADS, dims[0]), tensor(distributions, dims[1]), tensor(KV_HEADS, dims[1])
+    )
+    a, b = Side.of(inputs.a_q, inputs.a_k), Side.of(inputs.b_q, inputs.b_k)
+    support = Support.of(inputs.b_q, inputs.b_k, None, 0, None, None)
+    problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
+    norm = Normalisers(rows(HEADS), rows(HEADS), rows(distributions), rows(distributions))
+    if kind == "lse":
+        made = plans.logsumexp(support, a, inputs.a_q, inputs.a_k, arch)[0]
+    elif kind == "paired":
+        made = plans.paired_rows(problem, inputs, arch)[0]
+    elif kind == "mixture":
+        made = plans.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, arch)[0]
+    elif kind.startswith("train"):
+        made = plans.train(problem, inputs, norm, rows(distributions), arch)[0]
+    else:
+        mean = rows(HEADS) if both else None
+        made = plans.backward(problem, inputs, norm, mean, rows(distributions), both, True, arch)[0]
+    return [launch for launch in made if "ROWS" in launch.constants]

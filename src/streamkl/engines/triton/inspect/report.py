@@ -1,0 +1,111 @@
+"""From variants to figures: compiled once, kept beside the CPU engine's builds, and read again in no time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from streamkl.engines.triton.inspect import binary, budget
+from streamkl.engines.triton.inspect.compiler import compile_launch
+from streamkl.engines.triton.inspect.matrix import DIMS, KINDS, TARGETS, Variant, launches
+
+PACKAGE = Path(__file__).parent.parent
+
+
+class Figures(NamedTuple):
+    """One kernel of a variant: how it was cut, and what its binary says."""
+
+    variant: str
+    arch: str
+    kind: str
+    kernel: str
+    config: str
+    registers: int
+    spills: int
+    shared: int
+    shared_limit: int
+    mma: dict[str, int]
+    exp: int
+    loop_instructions: int
+    loop_mix: dict[str, int]
+    mma_clocks: float
+    issue_clocks: float
+    exp_clocks: float
+    ceiling: float
+    broken: list[str]
+
+
+def variants(targets: Iterable[str] = TARGETS, quick: bool = False) -> list[Variant]:
+    """What is compiled: bfloat16 aligned and float16 misaligned, so that each differs from the other in both.
+
+    Quick leaves the wide heads out, and of the targets all but one of each kind of tensor core.
+    """
+    found = []
+    for arch in targets:
+        if quick and arch not in ("sm_80", "sm_90", "gfx942"):
+            continue
+        for kind in KINDS:
+            for dims in DIMS:
+                if (kind.endswith("_both") and max(dims) > 64) or (kind == "lse" and dims == (192, 128)):
+                    continue  # both sides' gradients are made apart; one side has one width
+                if quick and dims not in ((64, 64), (128, 128)):
+                    continue
+                found.append(Variant(arch, kind, dims, torch.bfloat16, True))
+                if not quick or (dims == (128, 128) and arch == "sm_90"):
+                    found.append(Variant(arch, kind, dims, torch.float16, False))
+    return found
+
+
+def figures(variant: Variant) -> list[Figures]:
+    """The figures of each of a variant's kernels, compiled or remembered."""
+    path = _cache() / f"{_key(variant)}.json"
+    if path.exists():
+        return [Figures(**row) for row in json.loads(path.read_text())]
+    rows = [_figures(variant, launch) for launch in launches(variant)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps([row._asdict() for row in rows]))
+    temporary.replace(path)
+    return rows
+
+
+def all_figures(wanted: Iterable[Variant]) -> Iterator[tuple[Variant, list[Figures]]]:
+    """The figures of many variants, one after the other."""
+    for variant in wanted:
+        yield variant, figures(variant)
+
+
+def _figures(variant: Variant, launch: Any) -> Figures:
+    read = binary.read(compile_launch(launch, variant.arch, variant.aligned))
+    half = variant.dtype != torch.float32
+    clocks = budget.clocks(read, launch, variant.arch)
+    constants = launch.constants
+    config = f"{constants['ROWS']}x{constants['KEYS']}, {launch.warps} warps, {launch.stages} stages"
+    return Figures(
+        str(variant), variant.arch, variant.kind, launch.kernel.__name__, config, read.registers, read.spills,
+        read.shared, budget.TARGETS[variant.arch].shared, read.mma, read.exp, read.loop.instructions, read.loop.mix,
+        *clocks, clocks.ceiling, budget.violations(read, variant.arch, half),
+    )  # fmt: skip
+
+
+def _cache() -> Path:
+    root = (
+        os.environ.get("STREAMKL_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamkl"
+    )
+    return Path(root) / "kernels"
+
+
+def _key(variant: Variant) -> str:
+    """Changes with the kernels, their configs, Triton and what is read of a binary."""
+    digest = hashlib.sha256(f"{triton.__version__} {variant} {os.environ.get('STREAMKL_CONFIGS')}".encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]

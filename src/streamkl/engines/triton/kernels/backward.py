@@ -1,0 +1,404 @@
+"""The backward sweeps.
+
+`keys_kernel` owns a block of keys: dK stays in registers while the rows pass by, and dQ is added to in float32, so each
+tile is computed once. Without the additions, and with `queries_kernel`, which owns a block of rows, results do not
+depend on the order of programs: that is the deterministic pair. Either also sums the rows' losses for `train`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from streamkl.engines.triton.kernels.gradient import (
+    BOOST_A,
+    BOOST_B,
+    derivative,
+    loss_terms,
+    shifted,
+    unboosted,
+)
+from streamkl.engines.triton.kernels.primitives import (
+    IGNORED,
+    allowed_pairs,
+    chunked_product,
+    dot,
+    dot_add,
+    find_sequence,
+    finite,
+    key_tiles,
+    load_tile,
+    masked_tile,
+    my_block,
+    packed_rows,
+    probabilities,
+    row_pointers,
+    row_tiles,
+    target,
+    zeros,
+)
+
+
+@triton.jit
+def _product(
+    b_q, b_k, p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """``q @ k^T`` of a tile, from what is held or, where heads are too wide for that, chunk by chunk."""
+    if SIDE.chunked:
+        return chunked_product(p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, MASKED)
+    else:
+        return dot(b_q, tl.trans(b_k), SIDE.upcast)
+
+
+@triton.jit
+def _held_columns(p_k, m_k, stride_d, g0, SIDE: tl.constexpr):
+    """The keys' columns that dQ is made of, in pieces ``[keys, 32]`` at most; 0 where they are not finite."""
+    WIDTH: tl.constexpr = min(SIDE.grad, 32)
+    pieces = ()
+    for n in tl.static_range(SIDE.grad // WIDTH):
+        pieces = pieces + (finite(load_tile(p_k, m_k, stride_d, g0 + n * WIDTH, SIDE.dim, WIDTH, True, SIDE.grad)),)
+    return pieces
+
+
+@triton.jit
+def _add_rows(p_dq, m_live, b_d, b_k, factor, g0, SIDE: tl.constexpr):
+    """Adds what a tile contributes to dQ, ``[rows, grad]``, in float32, piece by piece of the columns."""
+    WIDTH: tl.constexpr = min(SIDE.grad, 32)
+    for n in tl.static_range(SIDE.grad // WIDTH):
+        b_dq = dot(b_d, b_k[n], SIDE.upcast) * factor
+        o_d = g0 + n * WIDTH + tl.arange(0, WIDTH)
+        mask = m_live[:, None] & (o_d < SIDE.dim)[None, :]
+        tl.atomic_add(p_dq[:, None] + o_d[None, :], b_dq, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _store_rows(p_out, m_n, b_x, g0, DIM: tl.constexpr, GRAD: tl.constexpr, ATOMIC: tl.constexpr):
+    """Stores a finished tile of a gradient, or adds it where several programs share it."""
+    o_d = g0 + tl.arange(0, GRAD)
+    p = p_out[:, None] + o_d[None, :]
+    mask = m_n[:, None] & (o_d < DIM)[None, :]
+    if ATOMIC:
+        tl.atomic_add(p, b_x, mask=mask, sem="relaxed")
+    else:
+        tl.store(p, b_x.to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _key_sweep(
+    b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
+    m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, sum_p, sum_acc, unit, units, batch, q_start, q_len, k_len, extent,
+    o_j, m_j, scale_a, scale_b, factor_a, factor_b, g0_a, g0_b, first_piece, tiles,
+    A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, DQ: tl.constexpr, LOSS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds to dK what the full tiles of rows contribute, or the masked ones."""
+    count = tiles[3] - tiles[2]
+    if MASKED:
+        count = tiles[1] - tiles[0] - count
+    for n in range(count):
+        if MASKED:
+            t = masked_tile(n, tiles[0], tiles[2], tiles[3])
+        else:
+            t = tiles[2] + n
+        o_i, o_h, m_q, o_row = packed_rows(t, unit, batch, q_start, q_len, extent[0], units, GROUP.pack, ROWS)
+        m_pair = m_q[:, None]
+        if MASKED:
+            m_pair = allowed_pairs(o_i, o_j, q_len, k_len, extent, MASK)
+            r_l = tl.load(l_b + o_row, mask=m_q, other=IGNORED)
+            r_m = tl.load(m_b + o_row, mask=m_q, other=0.0)
+            r_w = tl.load(weight + o_row, mask=m_q, other=0.0)
+        else:
+            r_l = tl.load(l_b + o_row)
+            r_m = tl.load(m_b + o_row)
+            r_w = tl.load(weight + o_row)
+        # Rows that are ignored may hold anything. A row that is not finite has nan for a maximum, and so for its
+        # derivatives; without its query that stays with the keys that it sees.
+        m_live = m_q & ~(r_l >= IGNORED)
+
+        if GROUP.size == 1:
+            p_qa = row_pointers(q_a, strides_qa, batch, o_h, q_start + o_i)
+            b_qa = 0
+            r_ma = tl.load(m_a + o_row, mask=m_live, other=0.0)
+            m_qa = m_live
+            if WANT_A:
+                m_qa &= tl.abs(r_ma) < float("inf")
+            if not A.chunked:
+                b_qa = load_tile(p_qa, m_qa, strides_qa[3], 0, A.dim, A.block, True)
+            b_sa = _product(
+                b_qa, b_ka, p_qa, m_qa, strides_qa[3], p_ka, m_j, strides_ka[3], extent[4], ROWS, KEYS, A, True
+            )
+            r_la = tl.load(l_a + o_row, mask=m_live, other=IGNORED)
+            b_a = shifted(b_sa, scale_a, r_ma, m_pair, A, MASKED)
+            b_p = probabilities(b_a, r_la)
+        else:
+            o_row_a = (batch.to(tl.int64) * (units * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
+            p_qa = row_pointers(q_a, strides_qa, batch, o_h * GROUP.size, q_start + o_i)
+            b_p = target(
+                p_qa, m_a + o_row_a, l_a + o_row_a, m_live, strides_qa[1], strides_qa[3], extent[0], extent[4],
+                p_ka, m_j, strides_ka[1], strides_ka[3], unit * GROUP.pack * GROUP.size, scale_a, m_pair,
+                ROWS, KEYS, A, GROUP, MASKED,
+            )  # fmt: skip
+            b_a = b_p
+
+        p_q = row_pointers(q_b, strides_qb, batch, o_h, q_start + o_i)
+        b_qb = 0
+        m_qb = m_live
+        if WANT_B:
+            m_qb &= tl.abs(r_m) < float("inf")
+        if not B.chunked:
+            b_qb = load_tile(p_q, m_qb, strides_qb[3], 0, B.dim, B.block, True)
+        b_sb = _product(b_qb, b_kb, p_q, m_qb, strides_qb[3], p_kb, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, True)
+        b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
+
+        if LOSS:
+            s, acc = loss_terms(b_p, b_a, b_b, GROUP)
+            tl.atomic_add(sum_p + o_row, s, mask=m_live & first_piece, sem="relaxed")
+            tl.atomic_add(sum_acc + o_row, acc, mask=m_live & first_piece, sem="relaxed")
+        if WANT_A:
+            r_mean = tl.load(mean + o_row, mask=m_live, other=0.0)
+            b_d = b_p * (b_a - b_b - r_mean[:, None])
+            b_d = derivative(b_d, b_sa, scale_a, r_w, m_pair, m_live, q_a.dtype.element_ty, BOOST_A, A, MASKED)
+            if A.chunked:
+                b_qa = load_tile(p_qa, m_qa, strides_qa[3], g0_a, A.dim, A.grad, True)
+            b_dka = dot_add(tl.trans(b_d), b_qa, b_dka, A.upcast)
+            if DQ:
+                _add_rows(dq_a + o_row * A.dim, m_live, b_d, b_kag, factor_a, g0_a, A)
+        if WANT_B:
+            b_d = probabilities(b_b, r_l) * GROUP.size - b_p
+            b_d = derivative(
+                b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, q_b.dtype.element_ty, BOOST_B, B, MASKED
+            )
+            if B.chunked:
+                b_qb = load_tile(p_q, m_qb, strides_qb[3], g0_b, B.dim, B.grad, True)
+            b_dkb = dot_add(tl.trans(b_d), b_qb, b_dkb, B.upcast)
+            if DQ:
+                _add_rows(dq_b + o_row * B.dim, m_live, b_d, b_kbg, factor_b, g0_b, B)
+    return b_dka, b_dkb
+
+
+@triton.jit
+def keys_kernel(
+    q_a, k_a, q_b, k_b, strides_qa, strides_ka, strides_qb, strides_kb, m_a, l_a, m_b, l_b, weight, mean, peak,
+    dq_a, dk_a, dq_b, dk_b, sum_p, sum_acc, cu, extent, scale_a, scale_b,
+    blocks, owners, pieces, span, splits,
+    A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, DQ: tl.constexpr, LOSS: tl.constexpr,
+    ATOMIC_A: tl.constexpr, ATOMIC_B: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """DK of a block of keys over the ``span`` units of packed heads that read it, and with ``DQ`` their part of dQ.
+
+    Of ``pieces`` pieces of a wide gradient's columns it makes one, from ``splits`` shares of the rows it takes one.
+    """
+    block, owner, batch, share = my_block(blocks, owners, pieces * splits)
+    piece = share % pieces
+    split = share // pieces
+    batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 1, 1, KEYS, MASK)
+    units = owners * span
+    o_j = block * KEYS + tl.arange(0, KEYS)
+    m_j = o_j < k_len
+    g0_a = piece * A.grad
+    g0_b = piece * B.grad
+    fa = unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A, HALF)
+    fb = unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B, HALF)
+    j0 = block * KEYS
+    tiles = row_tiles(
+        j0, tl.minimum(j0 + KEYS, k_len), q_len, k_len, extent, split, splits, ROWS, KEYS, GROUP.pack, MASK
+    )  # fmt: skip
+    b_dka, b_dkb = 0.0, 0.0
+    if WANT_A:
+        b_dka = zeros(KEYS, A.grad)
+    if WANT_B:
+        b_dkb = zeros(KEYS, B.grad)
+    for u in range(span):
+        unit = owner * span + u
+        kv_a = unit * GROUP.pack // A.share
+        if GROUP.size > 1:
+            kv_a = unit * 0  # `target` walks the key heads itself
+        p_ka = row_pointers(k_a, strides_ka, batch, kv_a, k_start + o_j)
+        p_kb = row_pointers(k_b, strides_kb, batch, unit * GROUP.pack // B.share, k_start + o_j)
+        b_ka, b_kb, b_kag, b_kbg = 0, 0, 0, 0
+        if GROUP.size == 1 and not A.chunked:
+            b_ka = load_tile(p_ka, m_j, strides_ka[3], 0, A.dim, A.block, True)
+        if not B.chunked:
+            b_kb = load_tile(p_kb, m_j, strides_kb[3], 0, B.dim, B.block, True)
+        if WANT_A and DQ:
+            b_kag = _held_columns(p_ka, m_j, strides_ka[3], g0_a, A)
+        if WANT_B and DQ:
+            b_kbg = _held_columns(p_kb, m_j, strides_kb[3], g0_b, B)
+        b_dka, b_dkb = _key_sweep(
+            b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
+            strides_kb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, sum_p, sum_acc, unit, units, batch, q_start,
+            q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, g0_a, g0_b, piece == 0, tiles,
+            A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, DQ, LOSS, False,
+        )  # fmt: skip
+        b_dka, b_dkb = _key_sweep(
+            b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
+            strides_kb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, sum_p, sum_acc, unit, units, batch, q_start,
+            q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, g0_a, g0_b, piece == 0, tiles,
+            A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, DQ, LOSS, True,
+        )  # fmt: skip
+    o_n = (k_start + o_j).to(tl.int64)
+    first = owner * span * GROUP.pack
+    if WANT_A:
+        kv = (batch.to(tl.int64) * (units * GROUP.pack // A.share) + first // A.share) * extent[1]
+        _store_rows(dk_a + (kv + o_n) * A.dim, m_j, b_dka * fa, g0_a, A.dim, A.grad, ATOMIC_A)
+    if WANT_B:
+        kv = (batch.to(tl.int64) * (units * GROUP.pack // B.share) + first // B.share) * extent[1]
+        _store_rows(dk_b + (kv + o_n) * B.dim, m_j, b_dkb * fb, g0_b, B.dim, B.grad, ATOMIC_B)
+
+
+@triton.jit
+def _query_sweep(
+    b_dqa, b_dqb, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, p_ma, p_la, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
+    strides_kb, r_ma, r_la, r_m, r_l, r_w, r_mean, o_i, m_live, first_head, q_len, k_len, extent,
+    scale_a, scale_b, g0_a, g0_b, tiles,
+    A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds to dQ what the full tiles of keys contribute, or the masked ones."""
+    count = tiles[3] - tiles[2]
+    if MASKED:
+        count = tiles[1] - tiles[0] - count
+    for n in range(count):
+        if MASKED:
+            t = masked_tile(n, tiles[0], tiles[2], tiles[3])
+        else:
+            t = tiles[2] + n
+        o_j = t * KEYS + tl.arange(0, KEYS)
+        m_j = o_j < k_len
+        m_pair = m_j[None, :]
+        if MASKED:
+            m_pair = allowed_pairs(o_i, o_j, q_len, k_len, extent, MASK)
+        p_ja = p_ka + o_j.to(tl.int64) * strides_ka[2]
+        if GROUP.size == 1:
+            b_ka = 0
+            if not A.chunked:
+                b_ka = load_tile(p_ja, m_j, strides_ka[3], 0, A.dim, A.block, MASKED)
+                if MASKED and WANT_A:
+                    b_ka = finite(b_ka)
+            b_sa = _product(
+                b_qa, b_ka, p_qa, m_live, strides_qa[3], p_ja, m_j, strides_ka[3], extent[4], ROWS, KEYS, A, MASKED
+            )
+            b_a = shifted(b_sa, scale_a, r_ma, m_pair, A, MASKED)
+            b_p = probabilities(b_a, r_la)
+        else:
+            b_p = target(
+                p_qa, p_ma, p_la, m_live, strides_qa[1], strides_qa[3], extent[0], extent[4], p_ja, m_j, strides_ka[1],
+                strides_ka[3], first_head, scale_a, m_pair, ROWS, KEYS, A, GROUP, MASKED,
+            )  # fmt: skip
+            b_a = b_p
+
+        p_j = p_kb + o_j.to(tl.int64) * strides_kb[2]
+        b_kb = 0
+        if not B.chunked:
+            b_kb = load_tile(p_j, m_j, strides_kb[3], 0, B.dim, B.block, MASKED)
+            if MASKED and WANT_B:
+                b_kb = finite(b_kb)
+        b_sb = _product(
+            b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, MASKED
+        )
+        b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
+
+        if LOSS:
+            s, acc = loss_terms(b_p, b_a, b_b, GROUP)
+            sum_p += s
+            sum_acc += acc
+        if WANT_A:
+            b_d = b_p * (b_a - b_b - r_mean[:, None])
+            b_d = derivative(b_d, b_sa, scale_a, r_w, m_pair, m_live, p_qa.dtype.element_ty, BOOST_A, A, MASKED)
+            if A.chunked:
+                b_ka = load_tile(p_ja, m_j, strides_ka[3], g0_a, A.dim, A.grad, MASKED)
+                if MASKED:
+                    b_ka = finite(b_ka)
+            b_dqa = dot_add(b_d, b_ka, b_dqa, A.upcast)
+        if WANT_B:
+            b_d = probabilities(b_b, r_l) * GROUP.size - b_p
+            b_d = derivative(
+                b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, p_qb.dtype.element_ty, BOOST_B, B, MASKED
+            )
+            if B.chunked:
+                b_kb = load_tile(p_j, m_j, strides_kb[3], g0_b, B.dim, B.grad, MASKED)
+                if MASKED:
+                    b_kb = finite(b_kb)
+            b_dqb = dot_add(b_d, b_kb, b_dqb, B.upcast)
+    return b_dqa, b_dqb, sum_p, sum_acc
+
+
+@triton.jit
+def queries_kernel(
+    q_a, k_a, q_b, k_b, strides_qa, strides_ka, strides_qb, strides_kb, m_a, l_a, m_b, l_b, weight, mean, peak,
+    dq_a, dq_b, out_p, out_acc, cu, extent, scale_a, scale_b,
+    blocks, units, pieces, splits, rows,
+    A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """DQ of a block of packed rows: one of ``pieces`` of its columns, from one of ``splits`` shares of the keys.
+
+    ``dq`` is ``[splits, B, heads, Nq, D]``, the sums of a loss are ``[splits, B, R, Nq]``.
+    """
+    block, unit, batch, share = my_block(blocks, units, pieces * splits)
+    piece = share % pieces
+    split = share // pieces
+    block = blocks - 1 - block
+    batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 0, GROUP.pack, ROWS, MASK)
+    o_i, o_h, m_q, o_row = packed_rows(block, unit, batch, q_start, q_len, extent[0], units, GROUP.pack, ROWS)
+    o_row_a = (batch.to(tl.int64) * (units * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
+    r_l = tl.load(l_b + o_row, mask=m_q, other=IGNORED)
+    r_m = tl.load(m_b + o_row, mask=m_q, other=0.0)
+    r_w = tl.load(weight + o_row, mask=m_q, other=0.0)
+    m_live = m_q & ~(r_l >= IGNORED)  # the others may hold anything
+    r_ma, r_la, r_mean = r_m, r_l, r_w
+    if GROUP.size == 1:
+        r_ma = tl.load(m_a + o_row, mask=m_live, other=0.0)
+        r_la = tl.load(l_a + o_row, mask=m_live, other=IGNORED)
+    if WANT_A:
+        r_mean = tl.load(mean + o_row, mask=m_live, other=0.0)
+    p_qa = row_pointers(q_a, strides_qa, batch, o_h * GROUP.size, q_start + o_i)
+    p_qb = row_pointers(q_b, strides_qb, batch, o_h, q_start + o_i)
+    kv_a = unit * GROUP.pack // A.share
+    if GROUP.size > 1:
+        kv_a = unit * 0  # `target` walks the key heads itself
+    p_ka = row_pointers(k_a, strides_ka, batch, kv_a, k_start)
+    p_kb = row_pointers(k_b, strides_kb, batch, unit * GROUP.pack // B.share, k_start)
+    b_qa, b_qb = 0, 0
+    if GROUP.size == 1 and not A.chunked:
+        b_qa = load_tile(p_qa, m_live, strides_qa[3], 0, A.dim, A.block, True)
+    if not B.chunked:
+        b_qb = load_tile(p_qb, m_live, strides_qb[3], 0, B.dim, B.block, True)
+    g0_a = piece * A.grad
+    g0_b = piece * B.grad
+    b_dqa, b_dqb = 0.0, 0.0
+    if WANT_A:
+        b_dqa = zeros(ROWS, A.grad)
+    if WANT_B:
+        b_dqb = zeros(ROWS, B.grad)
+    sum_p = tl.zeros([ROWS], tl.float32)
+    sum_acc = tl.zeros([ROWS], tl.float32)
+
+    i0 = block * ROWS // GROUP.pack
+    i1 = tl.minimum((block * ROWS + ROWS - 1) // GROUP.pack + 1, q_len)
+    tiles = key_tiles(i0, i1, q_len, k_len, extent, split, splits, KEYS, MASK)
+    b_dqa, b_dqb, sum_p, sum_acc = _query_sweep(
+        b_dqa, b_dqb, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa,
+        strides_ka, strides_qb, strides_kb, r_ma, r_la, r_m, r_l, r_w, r_mean, o_i, m_live,
+        unit * GROUP.pack * GROUP.size, q_len, k_len, extent, scale_a, scale_b, g0_a, g0_b, tiles,
+        A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, LOSS, False,
+    )  # fmt: skip
+    b_dqa, b_dqb, sum_p, sum_acc = _query_sweep(
+        b_dqa, b_dqb, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa,
+        strides_ka, strides_qb, strides_kb, r_ma, r_la, r_m, r_l, r_w, r_mean, o_i, m_live,
+        unit * GROUP.pack * GROUP.size, q_len, k_len, extent, scale_a, scale_b, g0_a, g0_b, tiles,
+        A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, LOSS, True,
+    )  # fmt: skip
+    o_part = split.to(tl.int64) * rows + o_row
+    if LOSS:
+        tl.store(out_p + o_part, tl.where(m_live, sum_p, 0.0), mask=m_q & (piece == 0))
+        tl.store(out_acc + o_part, tl.where(m_live, sum_acc, 0.0), mask=m_q & (piece == 0))
+    if WANT_A:
+        b_dqa = tl.where(m_live[:, None], b_dqa * unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A, HALF), 0.0)
+        _store_rows(dq_a + o_part * A.dim, m_q, b_dqa, g0_a, A.dim, A.grad, False)
+    if WANT_B:
+        b_dqb = tl.where(m_live[:, None], b_dqb * unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B, HALF), 0.0)
+        _store_rows(dq_b + o_part * B.dim, m_q, b_dqb, g0_b, B.dim, B.grad, False)

@@ -1,0 +1,57 @@
+"""A tile of derivatives: what both backward kernels, and the training path, compute from a tile of products."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from streamkl.engines.triton.kernels.primitives import NONE, logits, mean_of, mixture_terms
+
+BOOST_A = tl.constexpr(64.0)
+BOOST_B = tl.constexpr(32768.0)
+"""float16 derivatives are multiplied so before they are rounded: weights are at most 1, ``|Q - p|`` is at most 1."""
+
+
+@triton.jit
+def shifted(b_s, scale, m, m_pair, SIDE: tl.constexpr, MASKED: tl.constexpr):
+    """A tile's logits less the maximum ``m`` of their rows, ``NONE`` at pairs that are not allowed."""
+    b_x = logits(b_s, scale, SIDE) - m[:, None]
+    if MASKED:
+        b_x = tl.where(m_pair, b_x, NONE)
+    return b_x
+
+
+@triton.jit
+def derivative(
+    b_d, b_s, scale, w, m_pair, m_live, dtype: tl.constexpr, boost: tl.constexpr, SIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The weighted derivative of a side's logits as its products want it, from the unweighted one and the products."""
+    b_d = b_d * w[:, None]
+    m_pair = m_pair & m_live[:, None]
+    if SIDE.relu:
+        m_pair = m_pair & (b_s * scale > 0)
+    b_d = tl.where(m_pair, b_d, 0.0)
+    if dtype == tl.float16:
+        b_d = b_d * boost
+    return b_d.to(dtype)
+
+
+@triton.jit
+def loss_terms(b_p, b_a, b_b, GROUP: tl.constexpr):
+    """``(sum p, sum p [ln p - b])`` of a tile's rows; head by head ``a`` stands for ``ln p``, off by a constant."""
+    if GROUP.size == 1:
+        return tl.sum(b_p, 1), tl.sum(b_p * (b_a - b_b), 1)
+    else:
+        b_p = mean_of(b_p, GROUP)
+        return tl.sum(b_p, 1), tl.sum(mixture_terms(b_p, b_b), 1)
+
+
+@triton.jit
+def unboosted(factor, peak, dtype: tl.constexpr, boost: tl.constexpr, HALF: tl.constexpr):
+    """What a gradient is multiplied by at the end; if a side is float16, weights were divided by ``peak``."""
+    if HALF:
+        factor = factor * tl.load(peak)
+    if dtype == tl.float16:
+        factor = factor / boost
+    return factor

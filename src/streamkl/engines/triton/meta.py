@@ -1,0 +1,101 @@
+"""What a kernel is compiled for: plain tuples that Triton takes as compile-time constants, and that people can read."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from streamkl.problem import Problem, Side, Support
+
+
+class Config(NamedTuple):
+    """How one kernel is cut: a row of the tables in ``nvidia.py`` and ``amd.py``.
+
+    ``rows`` and ``keys`` of a tile, warps of a program and stages of its software pipeline. Heads wider than ``hold``
+    are not held but read in chunks of ``chunk``, and of their gradients ``grad`` columns are made at a time.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    hold: int = 256
+    chunk: int = 64
+    grad: int = 128
+
+
+class SideMeta(NamedTuple):
+    """One side in a kernel: heads of ``dim`` in ``block`` columns, all of them or, where ``chunked``, piece by piece.
+
+    ``share`` query heads read one key head. ``grad`` columns of a gradient are made at a
+    time. ``upcast`` multiplies in float32, for the interpreter, which cannot multiply bfloat16.
+    """
+
+    dim: int
+    block: int
+    chunked: bool
+    share: int
+    relu: bool
+    grad: int
+    upcast: bool
+
+    @classmethod
+    def of(cls, side: Side, config: Config, upcast: bool) -> SideMeta:
+        """Cuts a side as the config says."""
+        block = padded(side.dim)
+        chunked = block > config.hold
+        return cls(
+            dim=side.dim,
+            block=config.chunk if chunked else block,
+            chunked=chunked,
+            share=side.heads // side.kv_heads,
+            relu=side.relu,
+            grad=config.grad if chunked else block,
+            upcast=upcast,
+        )
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces a gradient's columns are made."""
+        return math.ceil(self.dim / self.grad)
+
+
+class Mask(NamedTuple):
+    """Which bounds the support has, and whether the batch is packed."""
+
+    left: bool
+    right: bool
+    packed: bool
+
+    @classmethod
+    def of(cls, support: Support) -> Mask:
+        """Reads a support."""
+        return cls(support.left is not None, support.right is not None, support.cu_seqlens_q is not None)
+
+
+class Group(NamedTuple):
+    """The ``size`` heads of ``a`` behind one distribution: ``kv`` key heads in turn, ``each`` query heads to one.
+
+    ``pack`` distributions that read the same key heads lie interleaved in the rows of a tile: row ``m`` is query
+    ``m // pack`` of distribution ``m % pack``.
+    """
+
+    size: int
+    kv: int
+    each: int
+    pack: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Group:
+        """Reads a problem."""
+        size, share = problem.group, problem.a.heads // problem.a.kv_heads
+        if share % size == 0:
+            return cls(size, 1, size, math.gcd(problem.b.heads // problem.b.kv_heads, share // size))
+        if size % share == 0:
+            return cls(size, size // share, share, 1)
+        return cls(size, size, 1, 1)
+
+
+def padded(dim: int) -> int:
+    """The power of two that a head dim is padded to; a product wants at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())

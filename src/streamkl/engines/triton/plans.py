@@ -1,0 +1,299 @@
+"""The launches of each function of the engine, and what they leave behind.
+
+Plans allocate outputs, row vectors, float32 accumulators and split-K partials, and nothing else. On ``meta`` tensors
+they allocate nothing at all: that is how kernels are compiled for an architecture that is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamkl.engines.triton.kernels.backward import keys_kernel, queries_kernel
+from streamkl.engines.triton.kernels.forward import mixture_kernel, paired_kernel
+from streamkl.engines.triton.kernels.lse import lse_kernel
+from streamkl.engines.triton.kernels.primitives import NONE
+from streamkl.engines.triton.kernels.rows import rows_kernel
+from streamkl.engines.triton.kernels.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
+from streamkl.engines.triton.launch import (
+    Launch,
+    Sweep,
+    new_rows,
+    row_launch,
+)
+from streamkl.problem import Gradients, Inputs, Problem, Side, Support
+from streamkl.state import Normalisers
+
+TOGETHER = 64
+"""Head dims up to which the gradients of both sides fit the registers of one sweep."""
+
+
+class Rows(NamedTuple):
+    """A side's normalisers as the sweeps read them: ``m`` and ``log2 l``, ``[B, heads, Nq]``."""
+
+    m: Tensor
+    l: Tensor
+
+
+def logsumexp(
+    support: Support, side: Side, q: Tensor, k: Tensor, arch: str
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    """``(m, ln l)`` of one side, each ``[B, H, Nq]``."""
+    sweep = Sweep(Problem(side, side, support), (q, k), arch, "lse")
+    m, ln_l = (new_rows(q, side.heads, sweep.mask.packed, value) for value in (-torch.inf, 0.0))
+    splits, blocks = sweep.key_splits(), sweep.row_blocks()
+    parts = _parts(q, 2, splits, m)
+    arguments = {
+        "q": q, "k": k, "strides_q": q.stride(), "strides_k": k.stride(), "cu": sweep.cu(), "extent": sweep.extent,
+        "scale": side.scale, "out_m": m, "out_ln_l": ln_l, "parts": parts, "blocks": blocks,
+        "units": sweep.units, "splits": splits, "rows": m.numel(),
+    }  # fmt: skip
+    constants = sweep.constants(SIDE=sweep.a, SPLIT=splits > 1)
+    del constants["A"], constants["B"]
+    launches = [sweep.launch(lse_kernel, blocks * sweep.units * support.batch * splits, arguments, constants)]
+    if splits > 1:
+        merge = {"parts": parts, "out_m": m, "out_ln_l": ln_l, "splits": splits, "rows": m.numel()}
+        launches.append(row_launch(merge_lse_kernel, m.numel(), merge))
+    return launches, (m, ln_l)
+
+
+def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, Normalisers]]:
+    """Divergence, mean and normalisers of each row, head by head."""
+    sweep = Sweep(problem, inputs[:4], arch, "paired")
+    out = {
+        f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
+        for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
+    }
+    launches = _forward(sweep, inputs, paired_kernel, merge_paired_kernel, 5, {}, out)
+    kl, mean, *norm = out.values()
+    return launches, (kl, mean, Normalisers(*norm))
+
+
+def mixture_rows(
+    problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor, arch: str
+) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
+    """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``."""
+    sweep = Sweep(problem, inputs[:4], arch, "mixture")
+    prepare, a = _rows(m_a, ln_l_a, None, problem.group)
+    out = {
+        f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
+        for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
+    }
+    known = {"m_a": a.m, "l_a": a.l}
+    launches = _forward(sweep, inputs, mixture_kernel, merge_mixture_kernel, 4, known, out)
+    kl, m_b, ln_l_b = out.values()
+    return [prepare, *launches], (kl, m_b, ln_l_b)
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    norm: Normalisers,
+    mean: Tensor | None,
+    row_grad: Tensor,
+    want_a: bool,
+    want_b: bool,
+    arch: str,
+) -> tuple[list[Launch], Gradients]:
+    """Gradients of ``sum(row_grad * kl)``; dQ in float32 where it was added up, the rest in the inputs' dtypes."""
+    gradient = _Gradient(problem, inputs, norm, row_grad, arch, False)
+    if want_a:
+        assert mean is not None, "side a wants gradients where its rows were paired"
+        gradient.mean = mean.contiguous()
+    wanted = [(want_a, want_b)]
+    if want_a and want_b and (problem.deterministic or gradient.apart):
+        wanted = [(True, False), (False, True)]
+    for want in wanted:
+        gradient.add(*want)
+    return gradient.launches, Gradients(gradient.dq_a, gradient.dk_a, gradient.dq_b, gradient.dk_b)
+
+
+class Trained(NamedTuple):
+    """What one sweep leaves: gradients in float32, and of each row the sums that its loss is made of."""
+
+    dq: Tensor
+    dk: Tensor
+    sum_p: Tensor
+    sum_acc: Tensor
+    a: Rows
+    b: Rows
+
+
+def train(
+    problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str
+) -> tuple[list[Launch], Trained]:
+    """Loss sums and gradients to ``b`` in one sweep over ``a``; in two where it must be deterministic."""
+    gradient = _Gradient(problem, inputs, norm, weight, arch, True)
+    gradient.add(False, True)
+    assert gradient.dq_b is not None
+    assert gradient.dk_b is not None
+    return gradient.launches, Trained(
+        gradient.dq_b, gradient.dk_b, gradient.sum_p, gradient.sum_acc, gradient.a, gradient.b
+    )
+
+
+class _Gradient:
+    """Collects the launches of a backward sweep, by rows and keys, for one side or for both."""
+
+    def __init__(
+        self, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str, loss: bool
+    ) -> None:
+        self.problem, self.inputs, self.arch, self.loss = problem, inputs, arch, loss
+        self.half = torch.float16 in (inputs.a_q.dtype, inputs.b_q.dtype)
+        self.weight, self.peak = _weights(weight.contiguous(), self.half)
+        prepare_a, self.a = _rows(norm.m_a, norm.ln_l_a, self.weight, problem.group)
+        prepare_b, self.b = _rows(norm.m_b, norm.ln_l_b, self.weight, 1)
+        self.launches = [prepare_a, prepare_b]
+        self.mean = self.weight
+        both = Sweep(problem, inputs[:4], arch, "keys_both")
+        self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or both.a.chunked or both.b.chunked
+        self.dq_a = self.dk_a = self.dq_b = self.dk_b = None
+        if loss:
+            self.sum_p, self.sum_acc = (torch.zeros_like(self.b.m) for _ in range(2))
+        else:
+            self.sum_p = self.sum_acc = self.b.m  # not read
+
+    def add(self, want_a: bool, want_b: bool) -> None:
+        """One sweep for dQ and dK of the sides that want them; two if deterministic."""
+        kind = "group" if self.problem.group > 1 else "both" if want_a and want_b else "one"
+        if self.problem.deterministic:
+            self._add_queries(want_a, want_b, kind)
+        self._add_keys(want_a, want_b, kind)
+
+    def _add_keys(self, want_a: bool, want_b: bool, kind: str) -> None:
+        problem, inputs = self.problem, self.inputs
+        one_sweep = not problem.deterministic
+        sweep = Sweep(problem, inputs[:4], self.arch, f"keys_{kind}")
+        pack = sweep.group.pack
+        span = 1 if want_a and want_b else (sweep.a if want_a else sweep.b).share // pack
+        owners, blocks = sweep.units // span, sweep.key_blocks()
+        pieces = max(sweep.a.pieces if want_a else 1, sweep.b.pieces if want_b else 1)
+        splits = 1
+        if one_sweep:
+            splits = sweep.splits(blocks * owners * problem.support.batch * pieces, sweep.row_blocks())
+        atomic_a = splits > 1 or sweep.a.share > span * pack
+        atomic_b = splits > 1 or sweep.b.share > span * pack
+        if want_a:
+            self.dk_a = self._new(inputs.a_k, atomic_a, sweep.mask.packed)
+            if one_sweep:
+                self.dq_a = torch.zeros(inputs.a_q.shape, dtype=torch.float32, device=inputs.a_q.device)
+        if want_b:
+            self.dk_b = self._new(inputs.b_k, atomic_b, sweep.mask.packed)
+            if one_sweep:
+                self.dq_b = torch.zeros(inputs.b_q.shape, dtype=torch.float32, device=inputs.b_q.device)
+        arguments = self._arguments(sweep) | {
+            "dq_a": _or(self.dq_a, self.b.m), "dk_a": _or(self.dk_a, self.b.m), "dq_b": _or(self.dq_b, self.b.m),
+            "dk_b": _or(self.dk_b, self.b.m), "sum_p": self.sum_p, "sum_acc": self.sum_acc, "blocks": blocks,
+            "owners": owners, "pieces": pieces, "span": span, "splits": splits,
+        }  # fmt: skip
+        constants = sweep.constants(
+            WANT_A=want_a, WANT_B=want_b, DQ=one_sweep, LOSS=self.loss and one_sweep, ATOMIC_A=atomic_a and want_a,
+            ATOMIC_B=atomic_b and want_b, HALF=self.half,
+        )  # fmt: skip
+        programs = blocks * owners * problem.support.batch * pieces * splits
+        self.launches.append(sweep.launch(keys_kernel, programs, arguments, constants))
+
+    def _add_queries(self, want_a: bool, want_b: bool, kind: str) -> None:
+        problem, inputs = self.problem, self.inputs
+        sweep = Sweep(problem, inputs[:4], self.arch, f"queries_{kind}")
+        pieces = max(sweep.a.pieces if want_a else 1, sweep.b.pieces if want_b else 1)
+        blocks, splits = sweep.row_blocks(), sweep.key_splits()
+        if want_a:
+            self.dq_a = self._new_rows(inputs.a_q, splits, sweep.mask.packed)
+        if want_b:
+            self.dq_b = self._new_rows(inputs.b_q, splits, sweep.mask.packed)
+        if self.loss:
+            shape = (splits, *self.b.m.shape) if splits > 1 else self.b.m.shape
+            self.sum_p, self.sum_acc = (self.b.m.new_zeros(shape) for _ in range(2))
+        arguments = self._arguments(sweep) | {
+            "dq_a": _or(self.dq_a, self.b.m), "dq_b": _or(self.dq_b, self.b.m), "out_p": self.sum_p,
+            "out_acc": self.sum_acc, "blocks": blocks, "units": sweep.units, "pieces": pieces, "splits": splits,
+            "rows": self.b.m.numel(),
+        }  # fmt: skip
+        constants = sweep.constants(WANT_A=want_a, WANT_B=want_b, LOSS=self.loss, HALF=self.half)
+        programs = blocks * sweep.units * problem.support.batch * pieces * splits
+        self.launches.append(sweep.launch(queries_kernel, programs, arguments, constants))
+
+    def _arguments(self, sweep: Sweep) -> dict[str, Any]:
+        a, b = self.problem.a, self.problem.b
+        return _tensors(self.inputs) | {
+            "m_a": self.a.m, "l_a": self.a.l, "m_b": self.b.m, "l_b": self.b.l, "weight": self.weight,
+            "mean": self.mean, "peak": self.peak, "cu": sweep.cu(), "extent": sweep.extent,
+            "scale_a": a.scale, "scale_b": b.scale,
+        }  # fmt: skip
+
+    def _new(self, k: Tensor, atomic: bool, packed: bool) -> Tensor:
+        """dK: float32 where it is added up or not to be rounded; zero where a key may belong to no sequence."""
+        dtype = torch.float32 if atomic or self.loss else k.dtype
+        make = torch.zeros if atomic or packed else torch.empty
+        return make(k.shape, dtype=dtype, device=k.device)
+
+    def _new_rows(self, q: Tensor, splits: int, packed: bool) -> Tensor:
+        """DQ as `queries_kernel` writes it: one a share of the keys, in float32, where there are several."""
+        dtype = torch.float32 if splits > 1 or self.loss else q.dtype
+        make = torch.zeros if packed else torch.empty
+        return make((splits, *q.shape) if splits > 1 else q.shape, dtype=dtype, device=q.device)
+
+
+def _forward(
+    sweep: Sweep, inputs: Inputs, kernel: Any, merge: Any, fields: int, known: dict[str, Tensor], out: dict[str, Tensor]
+) -> list[Launch]:
+    """A forward sweep, and the merge of its shares if the keys were split."""
+    rows = out["out_kl"]
+    splits, blocks = sweep.key_splits(), sweep.row_blocks()
+    parts = _parts(inputs.b_q, fields, splits, rows)
+    arguments = _tensors(inputs) | known | out | {
+        "cu": sweep.cu(), "extent": sweep.extent, "scale_a": sweep.problem.a.scale,
+        "scale_b": sweep.problem.b.scale, "parts": parts, "blocks": blocks, "units": sweep.units,
+        "splits": splits, "rows": rows.numel(),
+    }  # fmt: skip
+    programs = blocks * sweep.units * sweep.support.batch * splits
+    launches = [sweep.launch(kernel, programs, arguments, sweep.constants(SPLIT=splits > 1))]
+    if splits > 1:
+        launches.append(
+            row_launch(merge, rows.numel(), {"parts": parts, **out, "splits": splits, "rows": rows.numel()})
+        )
+    return launches
+
+
+def _tensors(inputs: Inputs) -> dict[str, Any]:
+    a_q, a_k, b_q, b_k = inputs[:4]
+    return {
+        "q_a": a_q, "k_a": a_k, "q_b": b_q, "k_b": b_k, "strides_qa": a_q.stride(), "strides_ka": a_k.stride(),
+        "strides_qb": b_q.stride(), "strides_kb": b_k.stride(),
+    }  # fmt: skip
+
+
+def _parts(q: Tensor, fields: int, splits: int, rows: Tensor) -> Tensor:
+    """States of shares, ``[fields, splits, rows]``; a row that no program visits has seen no key."""
+    if splits == 1:
+        return rows  # not read
+    return torch.full((fields, splits, rows.numel()), NONE.value, dtype=torch.float32, device=q.device)
+
+
+def _rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[Launch, Rows]:
+    """A side's normalisers as the sweeps read them; ``heads`` of them make one distribution."""
+    m, ln_l = m.contiguous(), ln_l.contiguous()
+    rows = Rows(*(torch.empty_like(m) for _ in range(2)))
+    arguments = {
+        "m": m, "ln_l": ln_l, "weight": m if weight is None else weight, "out_m": rows.m,
+        "out_l": rows.l, "rows": m.numel(), "nq": m.shape[2], "share": heads,
+    }  # fmt: skip
+    return row_launch(rows_kernel, m.numel(), arguments, WEIGHTED=weight is not None), rows
+
+
+def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    """Row weights in float32; for float16, where derivatives would underflow, at most 1, with their divisor."""
+    weight = weight.float()
+    if not half or weight.numel() == 0:
+        return weight, weight
+    largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax()
+    peak = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
+    return weight / peak, peak
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A tensor, or one that stands where the kernel reads none."""
+    return other if tensor is None else tensor

@@ -1,0 +1,82 @@
+"""Kernels compiled for GPUs that are not here, in a process where Triton compiles instead of interpreting."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def kernels(*arguments: str, timeout: int = 600) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "streamkl", "kernels", *arguments], env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_kernels_of_the_quick_table_are_within_their_budgets(tmp_path: Path) -> None:
+    output = tmp_path / "kernels.json"
+    result = kernels("--quick", "--check", "--output", str(output))
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert "upper bound, not measured" in " ".join(result.stdout.split())
+    rows = json.loads(output.read_text())
+    assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "gfx942"}
+    assert all(row["spills"] == 0 and row["shared"] <= row["shared_limit"] for row in rows)
+
+
+@pytest.mark.slow
+def test_on_sm_90_the_forward_issues_at_most_one_and_a_half_clocks_a_clock_of_products(tmp_path: Path) -> None:
+    output = tmp_path / "kernels.json"
+    kernels("--quick", "--target", "sm_90", "--kind", "paired", "--output", str(output))
+    (row,) = (row for row in json.loads(output.read_text()) if row["variant"] == "sm_90 paired 128 bfloat16")
+    print(f"{row['issue_clocks']:.0f} clocks of issue, {row['mma_clocks']:.0f} of products")
+    assert row["issue_clocks"] <= 1.5 * row["mma_clocks"]
+
+
+def test_check_fails_on_a_broken_budget(tmp_path: Path) -> None:
+    """A table whose tiles do not fit the shared memory."""
+    table = tmp_path / "configs.json"
+    table.write_text(json.dumps({"gfx942": {"lse": {"64": {"rows": 128, "keys": 256, "warps": 4, "stages": 4}}}}))
+    result = subprocess.run(
+        [sys.executable, "-m", "streamkl", "kernels", "--target", "gfx942", "--kind", "lse", "--quick", "--check"],
+        env={**ENVIRONMENT, "STREAMKL_CONFIGS": str(table), "STREAMKL_CACHE": str(tmp_path)}, capture_output=True,
+        text=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "over budget" in result.stdout
+
+
+def test_an_interpreter_compiles_nothing_and_says_so() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "streamkl", "kernels"], env={**ENVIRONMENT, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "TRITON_INTERPRET=1" in result.stderr
+
+
+@pytest.mark.slow
+def test_torch_compile_traces_through_the_operators_with_this_engine() -> None:
+    script = """
+import torch
+from streamkl import attention_kl
+q = torch.randn(1, 2, 20, 16, requires_grad=True)
+def loss(q):
+    return attention_kl(q.detach(), q.detach(), q, q, student_scale=0.1, causal=True, backend="triton")
+eager, compiled = loss(q), torch.compile(loss, fullgraph=True)(q)
+a, b = (torch.autograd.grad(x, q)[0] for x in (eager, compiled))
+assert torch.allclose(eager, compiled, rtol=1e-6, atol=1e-7) and torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+print("equal")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], env={**ENVIRONMENT, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert result.stdout.strip() == "equal", result.stderr[-3000:]

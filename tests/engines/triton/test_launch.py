@@ -1,0 +1,155 @@
+"""The host side: grids, guards, what is allocated, and that nothing waits for the device."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamkl.engines.triton import architecture
+from streamkl.engines.triton.launch import Launch, is_aligned
+from streamkl.engines.triton.meta import Group
+from streamkl.problem import Inputs, Problem, Side, Support
+from streamkl.state import Normalisers
+
+pytest.importorskip("triton")
+
+ARCH = "sm_90"
+
+
+def meta_problem(
+    heads=(8, 2, 8, 2), tokens=(4096, 4096), batch=2, dims=(128, 64), packed=0, deterministic=False
+) -> tuple[Problem, Inputs, Normalisers]:
+    def tensor(count: int, n: int, dim: int) -> torch.Tensor:
+        return torch.empty(batch, count, n, dim, dtype=torch.bfloat16, device="meta")
+
+    nq, nk = tokens
+    inputs = Inputs(
+        tensor(heads[0], nq, dims[0]), tensor(heads[1], nk, dims[0]), tensor(heads[2], nq, dims[1]),
+        tensor(heads[3], nk, dims[1]),
+    )  # fmt: skip
+    cu = (torch.empty(packed + 1, dtype=torch.int32, device="meta") for _ in range(2)) if packed else (None, None)
+    support = Support.of(inputs.b_q, inputs.b_k, None, 0, *cu)
+    problem = Problem(Side.of(*inputs[:2]), Side.of(*inputs[2:]), support, deterministic)
+    rows = [torch.empty(batch, n, nq, device="meta") for n in (heads[0], heads[0], heads[2], heads[2])]
+    return problem, inputs, Normalisers(*rows)
+
+
+def every_plan(problem: Problem, inputs: Inputs, norm: Normalisers) -> dict[str, list[Launch]]:
+    from streamkl.engines.triton import plans
+
+    found = {
+        "lse": plans.logsumexp(problem.support, problem.a, inputs.a_q, inputs.a_k, ARCH)[0],
+        "backward": plans.backward(problem, inputs, norm, norm.m_b, norm.m_b, problem.group == 1, True, ARCH)[0],
+        "train": plans.train(problem, inputs, norm, norm.m_b, ARCH)[0],
+    }
+    if problem.group == 1:
+        found["paired"] = plans.paired_rows(problem, inputs, ARCH)[0]
+    else:
+        found["mixture"] = plans.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, ARCH)[0]
+    return found
+
+
+def test_batch_times_heads_beyond_65535_lies_on_grid_x() -> None:
+    plans = every_plan(*meta_problem(heads=(1000, 1000, 1000, 1000), tokens=(64, 64), batch=80))
+    for name, launches in plans.items():
+        for launch in launches:
+            assert isinstance(launch.programs, int), name  # one number: all of it on axis x, which holds 2^31 - 1
+            if "ROWS" in launch.constants:
+                assert launch.programs >= 80_000, name
+
+
+@pytest.mark.parametrize("packed", [1, 7, 300])
+def test_packed_grids_have_a_block_a_sequence_to_spare(packed: int) -> None:
+    problem, inputs, norm = meta_problem(batch=1, packed=packed)
+    for launch in every_plan(problem, inputs, norm)["paired"]:
+        rows = 4096 * Group.of(problem).pack
+        assert launch.arguments["blocks"] == rows // launch.constants["ROWS"] + packed
+
+
+@pytest.mark.parametrize("packed", [0, 3])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1)], ids=["per_head", "groups"])
+def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_allocated(heads, deterministic, packed):
+    """Meta tensors have no values to read: a plan that waited for one would fail here."""
+    problem, inputs, norm = meta_problem(heads, (48, 5000), 1, packed=packed, deterministic=deterministic)
+    allowed = {tuple(x.shape) for x in (*inputs, *norm)} | {()}
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                shape = tuple(out.shape)
+                partial = len(shape) == 3 and shape[0] <= 5 and shape[2] in (48 * 8, 48 * 2)  # states of split keys
+                partial = partial or shape[1:] in allowed  # gradients and sums of split keys
+                assert shape in allowed or partial, (func, shape)
+            return out
+
+    with Allocations():
+        every_plan(problem, inputs, norm)
+
+
+def test_few_queries_split_the_keys_and_merge() -> None:
+    launches = every_plan(*meta_problem(tokens=(1, 65536), batch=1))["paired"]
+    assert [launch.kernel.__name__ for launch in launches] == ["paired_kernel", "merge_paired_kernel"]
+    assert launches[0].programs >= architecture.processors(ARCH)
+
+
+def test_the_tensors_device_is_current_while_a_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+
+    @contextlib.contextmanager
+    def guard(device):
+        events.append(("enter", device))
+        yield
+        events.append(("exit", device))
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda **arguments: events.append(("launch", grid))
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    device = torch.device("cuda", 3)
+    Launch(Kernel(), 5, {}).run(device)
+    assert events == [("enter", device), ("launch", (5,)), ("exit", device)]
+
+
+def test_an_empty_grid_is_not_launched() -> None:
+    Launch(None, 0, {}).run(torch.device("cuda", 0))
+
+
+def test_alignment_is_what_allows_loads_of_16_bytes() -> None:
+    x = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16)
+    assert is_aligned(x)
+    assert not is_aligned(x[..., 1:])
+    assert not is_aligned(x.transpose(-1, -2))
+    assert not is_aligned(torch.empty(1, 2, 8, 40, dtype=torch.bfloat16))
+
+
+def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
+    path = tmp_path / "configs.json"
+    path.write_text(json.dumps({"sm_90": {"paired": {"128": {"rows": 64, "keys": 32, "warps": 4, "stages": 1}}}}))
+    script = "from streamkl.engines.triton import architecture as a; print(a.config('sm_90', 'paired', 128).rows)"
+    for environment, rows in (({}, "128"), ({"STREAMKL_CONFIGS": str(path)}, "64")):
+        result = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.stdout.strip() == rows, result.stderr
+
+
+def test_every_table_has_every_kind() -> None:
+    kinds = ("lse", "paired", "mixture", "keys_one", "keys_group", "queries_one", "queries_group", "keys_both")
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "sm_103", "gfx999"):
+        for kind in kinds:
+            for flavour in ("", "_misaligned", "_float32"):
+                for width in (16, 64) if kind == "keys_both" else (16, 64, 128, 192, 256, 576):
+                    assert architecture.config(arch, kind + flavour, width).rows >= 16

@@ -1,0 +1,159 @@
+"""Every address that a kernel touches is that of an element of one of its arguments."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import streamkl
+from streamkl import attention_kl, attention_lse
+from streamkl.engines.triton import architecture, launch
+from streamkl.engines.triton.meta import Config
+from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+
+pytest.importorskip("triton")
+
+
+def addresses(x: torch.Tensor) -> numpy.ndarray:
+    """The addresses of all elements of a tensor."""
+    offsets = torch.zeros(x.shape, dtype=torch.int64)
+    for dim, stride in enumerate(x.stride()):
+        steps = torch.arange(x.shape[dim]) * stride
+        offsets += steps.view([-1 if d == dim else 1 for d in range(x.dim())])
+    return (x.data_ptr() + offsets.flatten() * x.element_size()).numpy()
+
+
+@pytest.fixture
+def sanitizer(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Holds each load, store and addition of each launch to the elements of its arguments; counts what it saw."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    state: dict = {"elements": numpy.zeros(0, numpy.int64), "kernels": set(), "checked": 0}
+    run = launch.Launch.run
+
+    def registered(self, device):
+        tensors = [x for x in self.arguments.values() if isinstance(x, torch.Tensor)]
+        tensors += [x for x in (self.arguments.get("cu") or ()) if isinstance(x, torch.Tensor)]
+        state["elements"] = numpy.unique(numpy.concatenate([addresses(x) for x in tensors]))
+        state["kernels"].add(self.kernel.fn.__name__)
+        run(self, device)
+
+    def check(pointers, mask) -> None:
+        touched = pointers.data[mask.data.astype(bool)] if mask is not None else pointers.data.reshape(-1)
+        touched = touched.astype(numpy.int64)
+        inside = numpy.isin(touched, state["elements"])
+        assert inside.all(), f"{(~inside).sum()} of {inside.size} addresses are no element of an argument"
+        state["checked"] += touched.size
+
+    load, store, add = (
+        getattr(InterpreterBuilder, name) for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw")
+    )
+    monkeypatch.setattr(launch.Launch, "run", registered)
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_masked_load", lambda self, p, m, *rest: check(p, m) or load(self, p, m, *rest)
+    )
+    monkeypatch.setattr(
+        InterpreterBuilder,
+        "create_masked_store",
+        lambda self, p, v, m, *rest: check(p, m) or store(self, p, v, m, *rest),
+    )
+    monkeypatch.setattr(
+        InterpreterBuilder,
+        "create_atomic_rmw",
+        lambda self, op, p, v, m, *rest: check(p, m) or add(self, op, p, v, m, *rest),
+    )
+    return state
+
+
+CASES = {
+    "paired": {"heads": Heads(2, 1, 2, 2), "wanted": STUDENT + TEACHER},
+    "mixture": {"heads": Heads(6, 3, 2, 1), "reduction": "none"},
+    "train": {"heads": Heads(4, 2, 2, 1), "teacher_lse": True},
+    "packed": {"heads": Heads(2, 1, 2, 1), "batch": 1, "cu_seqlens": ([0, 9, 9, 21], [0, 4, 13, 30])},
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["one_sweep", "deterministic"])
+@pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
+@pytest.mark.parametrize("splits", [1, 16], ids=["", "split"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_address_outside_of_the_arguments(name, splits, hold, deterministic, sanitizer, monkeypatch) -> None:
+    config = Config(rows=16, keys=16, warps=1, stages=1, hold=hold, chunk=32, grad=32)
+    monkeypatch.setattr(architecture, "INTERPRETED", config)
+    monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", splits)
+    monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)
+    options = {"tokens": (23, 37), "dims": (40, 24), "batch": 1, "causal": True, "window": (19, 3), **CASES[name]}
+    case = make_case(0, **options)
+    evaluate(
+        attention_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="triton", deterministic=deterministic,
+        **case.options,
+    )  # fmt: skip
+    assert sanitizer["checked"] > 10_000
+    assert "keys_kernel" in sanitizer["kernels"]
+    assert ("queries_kernel" in sanitizer["kernels"]) == deterministic
+
+
+def test_the_sanitizer_covers_every_kernel(sanitizer, monkeypatch) -> None:
+    monkeypatch.setattr(architecture, "INTERPRETED", Config(rows=16, keys=16, warps=1, stages=1))
+    monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", 16)
+    monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)
+    for name in ("paired", "mixture"):
+        case = make_case(0, tokens=(5, 70), dims=(16, 16), batch=1, **CASES[name])
+        evaluate(attention_kl, case.tensors, case, backend="triton", deterministic=True, **case.options)
+        attention_lse(case.tensors["teacher_q"], case.tensors["teacher_k"], backend="triton")
+    assert sanitizer["kernels"] == {
+        "lse_kernel", "paired_kernel", "mixture_kernel", "rows_kernel", "keys_kernel", "queries_kernel",
+        "merge_lse_kernel", "merge_paired_kernel", "merge_mixture_kernel",
+    }  # fmt: skip
+
+
+def test_the_sanitizer_sees_an_address_outside(sanitizer, monkeypatch) -> None:
+    from streamkl.engines.triton.kernels import primitives
+
+    def unmasked(p_n, m_n, stride_d, d0, dim, block, masked, unit=0):
+        return original(p_n, m_n, stride_d, d0, block, block, masked)
+
+    original = primitives.load_tile
+    from streamkl.engines.triton.kernels import lse
+
+    monkeypatch.setattr(lse, "load_tile", unmasked)
+    case = make_case(0, tokens=(5, 5), dims=(24, 24), batch=1)
+    with pytest.raises(Exception, match="are no element of an argument"):
+        attention_lse(case.tensors["teacher_q"], case.tensors["teacher_k"], backend="triton")
+
+
+FAR = """
+    import torch
+    from streamkl import attention_lse
+
+    # Rows 2^28 elements apart: the last one starts beyond element 2^31.
+    rows, dim, apart = 12, 16, 1 << 28
+    storage = torch.empty((rows - 1) * apart + dim, dtype=torch.bfloat16)
+    far = storage.as_strided((1, 1, rows, dim), (0, 0, apart, 1))
+    near = torch.randn(1, 1, rows, dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    far.copy_(near)
+    assert torch.equal(attention_lse(near, far, backend="triton"), attention_lse(near, near, backend="triton"))
+    print("equal")
+"""
+
+
+def test_kernels_with_offsets_of_32_bits_would_fail_where_ours_pass(tmp_path: Path) -> None:
+    """The contract tests strides beyond 2^31 elements; a copy of the kernels with narrow offsets fails it."""
+    package = Path(streamkl.__file__).parent
+    narrow = tmp_path / "streamkl"
+    shutil.copytree(package, narrow)
+    for path in (narrow / "engines" / "triton" / "kernels").glob("*.py"):
+        path.write_text(path.read_text().replace("tl.int64", "tl.int32"))
+    outputs = []
+    for root in (package.parent, tmp_path):
+        result = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r})\n" + textwrap.dedent(FAR)],
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        outputs.append(result.stdout.strip())
+    assert outputs == ["equal", ""]
