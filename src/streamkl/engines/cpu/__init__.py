@@ -90,7 +90,7 @@ def backward(
     return Gradients(
         *(
             gradient.to(x.dtype).contiguous() if x is not None and want else None
-            for gradient, x, want in zip(gradients, inputs[:4], wanted, strict=True)
+            for gradient, x, want in zip(gradients, inputs, wanted, strict=True)
         )
     )
 
