@@ -38,19 +38,37 @@ def op_arguments() -> dict[str, tuple]:
         return torch.randn(shape, generator=rng).requires_grad_()
 
     a_q, a_k, b_q, b_k = leaf(1, 4, 9, 8), leaf(1, 2, 13, 8), leaf(1, 2, 9, 6), leaf(1, 1, 13, 6)
-    options = ops.Options(None, 0.5, False, True, 5, 0, False, "tiled")
+    b_w = leaf(1, 9, 2).detach().mT.requires_grad_()
+    topk = torch.stack([torch.randperm(13, generator=rng)[:5] for _ in range(9)])[None, None]
+    options = ops.Options(None, 0.5, False, True, False, 5, 0, False, "tiled")
+    indexer = options._replace(b_summed=True)
+    packed = (torch.tensor([0, 4, 9]), torch.tensor([0, 6, 13]))
     arguments = {}
-    for kind, cu in (("dense", (None, None)), ("packed", (torch.tensor([0, 4, 9]), torch.tensor([0, 6, 13])))):
-        groups, heads = (a_q.detach(), a_k.detach(), b_q, b_k, *cu), (a_q, a_k, leaf(1, 4, 9, 6), b_k, *cu)
-        lse = (None, False, 5, 0, torch.float32, "tiled")
-        norm_a = torch.ops.streamkl.logsumexp(a_q.detach(), a_k.detach(), *cu, *lse)
-        norm_b = torch.ops.streamkl.logsumexp(b_q.detach(), b_k.detach(), *cu, 0.5, True, *lse[2:])
+    for kind, keys in (
+        ("dense", (None, None, None)), ("packed", (None, *packed)), ("topk", (topk, None, None)),
+        ("packed_topk", (topk, *packed)),
+    ):  # fmt: skip
+        teacher = (a_q.detach(), a_k.detach())
+        groups, heads = (*teacher, b_q, b_k, None, *keys), (a_q, a_k, leaf(1, 4, 9, 6), b_k, None, *keys)
+        index = (*teacher, b_q, b_k, b_w, *keys)
+        lse = (5, 0, torch.float32, "tiled")
+        student = (b_q.detach(), b_k.detach())
+        norm_a = torch.ops.streamkl.logsumexp(*teacher, None, *keys, None, False, False, *lse)
+        norm_b = torch.ops.streamkl.logsumexp(*student, None, *keys, 0.5, True, False, *lse)
+        norm_i = torch.ops.streamkl.logsumexp(*student, b_w.detach(), *keys, 0.5, True, True, *lse)
         _, mean, *norm = (x.detach() for x in torch.ops.streamkl.paired_rows(*heads, *options))
         arguments |= {
-            f"logsumexp-{kind}": (a_q.detach(), a_k.detach(), *cu, *lse),
+            f"logsumexp-{kind}": (*teacher, None, *keys, None, False, False, *lse),
+            f"logsumexp-{kind}_index": (*student, b_w.detach(), *keys, 0.5, True, True, *lse),
             f"paired_rows-{kind}": (*heads, *options),
             f"mixture_rows-{kind}": (*groups, *norm_a, *options),
+            f"mixture_rows-{kind}_index": (*index, *norm_a, *indexer),
             f"train-{kind}": (*groups, *norm_a, *norm_b, torch.rand(1, 2, 9), *options),
+            f"train-{kind}_index": (*index, *norm_a, *norm_i, torch.rand(1, 1, 9), *indexer),
+            f"rows_backward-{kind}_index": (
+                torch.rand(1, 1, 9), None, *norm_a, *norm_i, *(x if x is None else x.detach() for x in index),
+                *indexer, False, True,
+            ),
             f"rows_backward-{kind}": (
                 torch.rand(1, 4, 9), mean, *norm, *(x if x is None else x.detach() for x in heads), *options,
                 True, False,
@@ -320,4 +338,4 @@ def test_a_float64_lse_beside_float32_keeps_its_digits() -> None:
 
 
 def test_public_names() -> None:
-    assert set(streamkl.__all__) == {"__version__", "attention_kl", "attention_lse"}
+    assert set(streamkl.__all__) == {"__version__", "attention_kl", "attention_lse", "indexer_kl"}

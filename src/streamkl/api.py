@@ -22,6 +22,7 @@ def attention_kl(
     window: tuple[int, int] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    topk_indices: Tensor | None = None,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
     student_activation: Literal["relu"] | None = None,
@@ -63,6 +64,10 @@ def attention_kl(
             ``i + Nk - Nq``; a negative side is unbounded. Intersects with ``causal``.
         cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys. Queries see the keys of their own sequence.
+        topk_indices: ``[B, Nq, K]`` or ``[B, R, Nq, K]``, packed ``[Tq, K]`` or ``[R, Tq, K]``, int32 or int64: the
+            keys that each query sees, and no others: both softmaxes run over them. -1 names none, no key is named
+            twice, and keys that the mask hides are not seen either. In a packed batch they count from the first key of
+            the query's own sequence. Work is linear in ``Nq * K``. On GPUs ``deterministic=True`` is refused with it.
         teacher_scale: Multiplies the teacher's products; ``1/sqrt(Dt)`` if not given.
         student_scale: Multiplies the student's products; ``1/sqrt(Ds)`` if not given.
         student_activation: ``"relu"`` applies a relu to the student's scaled products.
@@ -101,19 +106,138 @@ def attention_kl(
         (torch.float32, torch.Size([1, 1, 256, 32]))
     """
     arguments = validation.attention_kl_arguments(
-        teacher_q, teacher_k, student_q, student_k, causal, window, cu_seqlens_q, cu_seqlens_k, teacher_scale,
-        student_scale, student_activation, teacher_lse, row_weight, divergence, reduction, deterministic, backend,
+        teacher_q, teacher_k, student_q, student_k, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices,
+        teacher_scale, student_scale, student_activation, teacher_lse, row_weight, divergence, reduction,
+        deterministic, backend,
     )  # fmt: skip
     if backend == "reference":
         validation.check_values(arguments)
         return reference.attention_kl(
             teacher_q, teacher_k, student_q, student_k, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, teacher_scale=teacher_scale, student_scale=student_scale,
-            student_activation=student_activation, row_weight=row_weight, divergence=divergence, reduction=reduction,
+            cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, teacher_scale=teacher_scale,
+            student_scale=student_scale, student_activation=student_activation, row_weight=row_weight,
+            divergence=divergence, reduction=reduction,
         )  # fmt: skip
     loss = compose.attention_kl(
         arguments, teacher_scale, student_scale, student_activation, divergence, reduction, backend
     )
+    return loss.squeeze(0) if arguments.keys.packed and reduction == "none" else loss
+
+
+def indexer_kl(
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor | None = None,
+    *,
+    activation: Literal["relu"] | None = "relu",
+    index_scale: float | None = None,
+    topk_indices: Tensor | None = None,
+    teacher_scale: float | None = None,
+    teacher_lse: Tensor | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    deterministic: bool | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """KL divergence from the mean of all teacher heads to an indexer: what trains sparse attention to choose its keys.
+
+    The indexer of DeepSeek-V3.2 scores a key with ``J`` small query heads over one shared key, each through a relu,
+    and adds the scores up with weights that the query chose. For every query its softmax is compared with the mean
+    over the teacher's heads of their attention. It is what this computes (without a mask), and neither the teacher's
+    ``[B, H, Nq, Nk]`` nor the indexer's ``[B, J, Nq, Nk]`` is ever allocated, nor is anything else that grows with
+    ``Nq * Nk``::
+
+        teacher_k = teacher_k.repeat_interleave(H // Hkv, dim=1)
+        p = (teacher_q @ teacher_k.mT * teacher_scale).softmax(-1).mean(1)
+        scores = (index_q @ index_k[:, None].mT * index_scale).relu()
+        q = (scores * index_w.transpose(1, 2)[..., None]).sum(1).softmax(-1)
+        loss = (p * (p.log() - q.log())).sum(-1).mean()
+
+    No logarithm is clipped and no epsilon added. Differentiable once, in ``index_q``, ``index_k`` and ``index_w``; the
+    teacher is a constant, whether it asks for gradients or not. With a ``mean`` or a ``sum`` the forward computes loss
+    and gradients, in one sweep over the teacher, which is where the time goes, if ``teacher_lse`` is given, and in two
+    if it is not; the backward only scales them.
+
+    Args:
+        teacher_q: ``[B, H, Nq, Dt]``, or packed ``[Tq, H, Dt]``. Any strides; float64, float32, bfloat16 or float16.
+        teacher_k: ``[B, Hkv, Nk, Dt]``, or packed ``[Tk, Hkv, Dt]``, where ``Hkv`` divides ``H`` (``Hkv = 1`` for the
+            latent key of MLA); dtype of ``teacher_q``.
+        index_q: ``[B, J, Nq, Di]``, or packed ``[Tq, J, Di]``: the index heads; dtype and width may differ from the
+            teacher's.
+        index_k: ``[B, Nk, Di]``, or packed ``[Tk, Di]``: one key for all of them; dtype of ``index_q``.
+        index_w: ``[B, Nq, J]``, or packed ``[Tq, J]``: the weight of each index head, of any sign; 1 if not given. Its
+            dtype may differ from that of ``index_q``, as float32 beside bfloat16.
+        activation: ``"relu"`` on the scaled products of each index head, or ``None``.
+        index_scale: Multiplies the indexer's products, before the relu; ``1/sqrt(Di)`` if not given.
+        topk_indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: the keys that each query sees, and no others:
+            both softmaxes run over them. -1 names none, no key is named twice, and keys that the mask hides are not
+            seen either. In a packed batch they count from the first key of the query's own sequence. Work is linear in
+            ``Nq * K``. On GPUs ``deterministic=True`` is refused with it.
+        teacher_scale: Multiplies the teacher's products; ``1/sqrt(Dt)`` if not given.
+        teacher_lse: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the natural log-sum-exp of the teacher's
+            scaled logits over exactly the keys allowed here, top-k included, as fused attention returns it and
+            `attention_lse` computes it. A constant. Where gradients are made with it, one that does not normalise the
+            teacher is refused.
+        causal: Query ``i`` sees keys ``j <= i + Nk - Nq``: aligned bottom-right, so that the last query sees all.
+        window: ``(left, right)``: query ``i`` sees ``left`` keys before and ``right`` keys after its own, key
+            ``i + Nk - Nq``; a negative side is unbounded. Intersects with ``causal``.
+        cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
+        cu_seqlens_k: The same for the keys. Queries see the keys of their own sequence.
+        row_weight: ``[B, Nq]`` or ``[B, 1, Nq]``, packed ``[Tq]`` or ``[1, Tq]``: not negative, a constant.
+        reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
+            none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, 1, Nq]``, packed ``[1, Tq]``.
+        deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.
+        backend: ``"auto"`` takes the best engine that can run. A named one (``"reference"``, ``"triton"``, ``"cpu"``,
+            ``"tiled"``) is used or raises, and never falls back.
+
+    Returns:
+        The loss, float32 (float64 if an input is). A row that sees no key, or has weight 0, has a loss of exactly 0 and
+        leaves gradients of exactly 0. Gradients have their input's dtype.
+
+    Raises:
+        ValueError: An argument is wrong; the message says what was given and what was expected.
+
+    Example:
+        Four index heads of width 32 learn where a teacher with 8 query and 2 key heads looks:
+
+        >>> import torch
+        >>> from streamkl import attention_lse, indexer_kl
+        >>> _ = torch.manual_seed(0)
+        >>> teacher_q, teacher_k = torch.randn(1, 8, 256, 64), torch.randn(1, 2, 256, 64)
+        >>> index_q = torch.randn(1, 4, 256, 32, requires_grad=True)
+        >>> index_k = torch.randn(1, 256, 32, requires_grad=True)
+        >>> index_w = torch.randn(1, 256, 4, requires_grad=True)
+        >>> lse = attention_lse(teacher_q, teacher_k, causal=True)
+        >>> loss = indexer_kl(teacher_q, teacher_k, index_q, index_k, index_w, teacher_lse=lse)
+        >>> loss.backward()
+        >>> loss.dtype, index_k.grad.shape, index_w.grad.shape
+        (torch.float32, torch.Size([1, 256, 32]), torch.Size([1, 256, 4]))
+
+        Then, on the 64 keys that each query chose:
+
+        >>> scores = torch.einsum("bjqd,bkd->bjqk", index_q, index_k).relu().mul(index_w.mT[..., None]).sum(1)
+        >>> topk = scores.detach().masked_fill(torch.ones(256, 256).triu(1) > 0, -torch.inf).topk(64).indices
+        >>> indexer_kl(teacher_q, teacher_k, index_q, index_k, index_w, topk_indices=topk).isfinite()
+        tensor(True)
+    """
+    arguments = validation.indexer_kl_arguments(
+        teacher_q, teacher_k, index_q, index_k, index_w, activation, index_scale, topk_indices, teacher_scale,
+        teacher_lse, causal, window, cu_seqlens_q, cu_seqlens_k, row_weight, reduction, deterministic, backend,
+    )  # fmt: skip
+    if backend == "reference":
+        validation.check_values(arguments)
+        return reference.indexer_kl(
+            teacher_q, teacher_k, index_q, index_k, index_w, activation=activation, index_scale=index_scale,
+            topk_indices=topk_indices, teacher_scale=teacher_scale, causal=causal, window=window,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, row_weight=row_weight, reduction=reduction,
+        )  # fmt: skip
+    loss = compose.attention_kl(arguments, teacher_scale, index_scale, activation, "forward", reduction, backend)
     return loss.squeeze(0) if arguments.keys.packed and reduction == "none" else loss
 
 
@@ -126,6 +250,7 @@ def attention_lse(
     window: tuple[int, int] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    topk_indices: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Log-sum-exp of attention logits, streaming: what `attention_kl` takes as ``teacher_lse``.
@@ -141,6 +266,8 @@ def attention_lse(
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
         cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
+        topk_indices: ``[B, Nq, K]``, or ``[B, lists, Nq, K]`` with a list for each of so many groups of consecutive
+            heads, packed ``[Tq, K]`` or ``[lists, Tq, K]``: as in `attention_kl`.
         backend: ``"auto"``, or the name of an engine, which is then used or raises.
 
     Returns:
@@ -157,11 +284,14 @@ def attention_lse(
         >>> attention_lse(q, k).exp().round().unique()
         tensor([8.])
     """
-    arguments = validation.attention_lse_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, backend)
+    arguments = validation.attention_lse_arguments(
+        q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices, backend
+    )
     if backend == "reference":
         validation.check_values(arguments)
         return reference.attention_lse(
-            q, k, scale=scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
-        )
+            q, k, scale=scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            topk_indices=topk_indices,
+        )  # fmt: skip
     lse = compose.attention_lse(arguments, scale, backend)
     return lse.squeeze(0) if arguments.keys.packed else lse

@@ -13,12 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from streamkl.ops import Options
+from streamkl.ops import NORM, OPTIONS, TENSORS, Options, Tensors, divided
 from streamkl.problem import Sequence, Support
 
 
 def allowed_pairs(support: Support) -> int:
-    """How many pairs of a row and a key one head has, over the whole batch."""
+    """How many pairs of a row and a key one head has, over the whole batch.
+
+    Where rows name their keys, every row that sees any has as many as its list is long, pads among them.
+    """
+    if support.topk is not None:
+        rows = (last - first for first, last in map(support.live_rows, support.sequences()))
+        return sum(rows) * support.topk.shape[3]
     return sum(_pairs(support, seq) for seq in support.sequences())
 
 
@@ -35,28 +41,38 @@ def _without_output(formula: Any, *args: Any, out_val: Any = None, **kwargs: Any
     return formula(*args, **kwargs)
 
 
-def _logsumexp(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *args: Any) -> int:
-    support = Support.of(q, k, *args[2:4], cu_seqlens_q, cu_seqlens_k)
+def _logsumexp(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> int:
+    (topk, cu_seqlens_q, cu_seqlens_k), (_, _, _, left, right, *_) = divided(args, 3)
+    support = Support.of(q, k, left, right, cu_seqlens_q, cu_seqlens_k, topk)
     return 2 * allowed_pairs(support) * q.shape[1] * q.shape[3]
 
 
+def _forward(*args: Any) -> int:
+    return _products(args[:TENSORS], args[-OPTIONS:], 1, 1)
+
+
+def _train(*args: Any) -> int:
+    return _products(args[:TENSORS], args[-OPTIONS:], 1, 3)
+
+
 def _rows_backward(*args: Any) -> int:
-    of_a, of_b = (3 if want else 1 for want in args[20:])
-    return _products(args[6:12], Options(*args[12:20]), of_a, of_b)
+    _, tensors, options, wanted = divided(args, 2 + NORM, TENSORS, OPTIONS)
+    return _products(tensors, options, *(3 if want else 1 for want in wanted))
 
 
-def _products(tensors: tuple[Any, ...], options: Options, of_a: int, of_b: int) -> int:
+def _products(given: tuple[Any, ...], numbers: tuple[Any, ...], of_a: int, of_b: int) -> int:
     """FLOPs of ``of_a`` products a tile on side ``a`` and ``of_b`` on side ``b``."""
-    a_q, _, b_q, b_k, *cu_seqlens = tensors
-    pairs = allowed_pairs(Support.of(b_q, b_k, options.left, options.right, *cu_seqlens))
+    a_q, _, b_q, b_k, _, topk, cu_seqlens_q, cu_seqlens_k = Tensors(*given)
+    options = Options(*numbers)
+    pairs = allowed_pairs(Support.of(b_q, b_k, options.left, options.right, cu_seqlens_q, cu_seqlens_k, topk))
     return 2 * pairs * (of_a * a_q.shape[1] * a_q.shape[3] + of_b * b_q.shape[1] * b_q.shape[3])
 
 
 for _name, _formula in {
     "logsumexp": _logsumexp,
-    "paired_rows": lambda *args: _products(args[:6], Options(*args[6:]), 1, 1),
-    "mixture_rows": lambda *args: _products(args[:6], Options(*args[8:]), 1, 1),
-    "train": lambda *args: _products(args[:6], Options(*args[11:]), 1, 3),
+    "paired_rows": _forward,
+    "mixture_rows": _forward,
+    "train": _train,
     "rows_backward": _rows_backward,
 }.items():
     _op = getattr(torch.ops.streamkl, _name)

@@ -6,13 +6,12 @@ What is computed here is on row vectors alone, in plain PyTorch, so that autogra
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamkl import validation
-from streamkl.ops import Options
+from streamkl.ops import Options, Tensors
 from streamkl.problem import compute_dtype
 
 
@@ -25,11 +24,14 @@ def attention_kl(
     reduction: str,
     backend: str,
 ) -> Tensor:
-    """The loss of ``api.attention_kl``; row losses come back ``[B, R, Nq]``."""
+    """The loss of ``api.attention_kl`` or ``api.indexer_kl``; row losses come back ``[B, R, Nq]``.
+
+    An indexer always goes the way of a mixture, though its teacher may have one head.
+    """
     _load_sharding_rules()
     keys, lse = arguments.keys, arguments.teacher_lse
     relu = student_activation == "relu"
-    numbers = (keys.left, keys.right, arguments.deterministic, backend)
+    numbers = (arguments.summed, keys.left, keys.right, arguments.deterministic, backend)
     if divergence == "forward":
         a_q, a_k, b_q, b_k = arguments.teacher_q, arguments.teacher_k, arguments.student_q, arguments.student_k
         options = Options(teacher_scale, student_scale, False, relu, *numbers)
@@ -37,15 +39,18 @@ def attention_kl(
         a_q, a_k, b_q, b_k = arguments.student_q, arguments.student_k, arguments.teacher_q, arguments.teacher_k
         options = Options(student_scale, teacher_scale, relu, False, *numbers)
         lse = None  # that of side b, which is computed anyway
-    tensors = (a_q, a_k, b_q, b_k, keys.cu_seqlens_q, keys.cu_seqlens_k)
+    b_w = arguments.student_w
+    tensors = Tensors(a_q, a_k, b_q, b_k, b_w, keys.topk, keys.cu_seqlens_q, keys.cu_seqlens_k)
     dtype = compute_dtype(a_q.dtype, b_q.dtype)
     row_weight = arguments.row_weight
     if row_weight is not None:
         row_weight = torch.ops.streamkl.checked_weight(row_weight, dtype)
 
-    mixture = a_q.shape[1] != b_q.shape[1]
-    want_a = torch.is_grad_enabled() and (a_q.requires_grad or a_k.requires_grad)
-    want_b = torch.is_grad_enabled() and (b_q.requires_grad or b_k.requires_grad)
+    mixture = arguments.summed or a_q.shape[1] != b_q.shape[1]
+    want_a, want_b = (
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in side)
+        for side in ((a_q, a_k), (b_q, b_k, b_w))
+    )
     if want_b and not want_a and reduction != "none" and (mixture or lse is not None):
         # The weight of every row is known before the sweep: loss and gradients come out of it together.
         m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
@@ -71,7 +76,7 @@ def attention_lse(arguments: validation.LSEArguments, scale: float | None, backe
     _load_sharding_rules()
     q, k, keys = arguments.q, arguments.k, arguments.keys
     m, ln_l = torch.ops.streamkl.logsumexp(
-        q, k, keys.cu_seqlens_q, keys.cu_seqlens_k, scale, False, keys.left, keys.right,
+        q, k, None, keys.topk, keys.cu_seqlens_q, keys.cu_seqlens_k, scale, False, False, keys.left, keys.right,
         compute_dtype(q.dtype), backend,
     )  # fmt: skip
     return m + ln_l
@@ -88,21 +93,20 @@ def _load_sharding_rules() -> None:
 _load_sharding_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile runs it, untraced
 
 
-def _normalisers(side: str, tensors: tuple[Any, ...], options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _normalisers(side: str, tensors: Tensors, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of a side by a sweep over it."""
-    a_q, a_k, b_q, b_k, cu_seqlens_q, cu_seqlens_k = tensors
     if side == "a":
-        q, k, scale, relu = a_q, a_k, options.a_scale, options.a_relu
+        q, k, w, numbers = tensors.a_q, tensors.a_k, None, (options.a_scale, options.a_relu, False)
     else:
-        q, k, scale, relu = b_q, b_k, options.b_scale, options.b_relu
+        q, k, w, numbers = tensors.b_q, tensors.b_k, tensors.b_w, (options.b_scale, options.b_relu, options.b_summed)
     return torch.ops.streamkl.logsumexp(
-        q.detach(), k.detach(), cu_seqlens_q, cu_seqlens_k, scale, relu, options.left, options.right, dtype,
-        options.backend,
+        q.detach(), k.detach(), None if w is None else w.detach(), tensors.topk, tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k, *numbers, options.left, options.right, dtype, options.backend,
     )  # fmt: skip
 
 
 def _teacher_normalisers(
-    lse: Tensor | None, tensors: tuple[Any, ...], options: Options, dtype: torch.dtype
+    lse: Tensor | None, tensors: Tensors, options: Options, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of side ``a``, by a sweep or from the caller's log-sum-exp.
 

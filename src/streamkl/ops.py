@@ -2,7 +2,8 @@
 
 An operator sees q and k as ``[B, H, N, D]`` and row vectors as ``[B, heads, Nq]``; a packed batch has ``B = 1`` and
 ``cu_seqlens``. Its body builds the `Problem` and hands it to the engine; nothing is computed here but reductions.
-Side ``a`` weighs the logarithms, side ``b`` is compared with it (`Problem`).
+Side ``a`` weighs the logarithms, side ``b`` is compared with it (`Problem`); an indexer is a side ``b`` whose heads are
+summed.
 """
 
 from __future__ import annotations
@@ -18,24 +19,39 @@ from streamkl import engines, validation
 from streamkl.problem import Inputs, Problem, Side, Support, compute_dtype
 from streamkl.state import Normalisers, relative_to_first_head
 
-_TENSORS = "Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_KEYS = "Tensor? topk, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_TENSORS = f"Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, {_KEYS}"
 _NORM = "Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b"
 _OPTIONS = (
-    "float? a_scale, float? b_scale, bool a_relu, bool b_relu, SymInt? left, SymInt? right, "
+    "float? a_scale, float? b_scale, bool a_relu, bool b_relu, bool b_summed, SymInt? left, SymInt? right, "
     "bool deterministic, str backend"
 )
 SCHEMAS = {
-    "logsumexp": "(Tensor q, Tensor k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float? scale, bool relu, "
+    "logsumexp": f"(Tensor q, Tensor k, Tensor? w, {_KEYS}, float? scale, bool relu, bool summed, "
     "SymInt? left, SymInt? right, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
     "checked_weight": "(Tensor row_weight, ScalarType dtype) -> Tensor",
     "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, Tensor mean, {_NORM})",
     "mixture_rows": f"({_TENSORS}, Tensor m_a, Tensor ln_l_a, {_OPTIONS}) -> (Tensor kl, Tensor m_b, Tensor ln_l_b)",
     "rows_backward": f"(Tensor row_grad, Tensor? mean, {_NORM}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
-    "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k)",
-    "train": f"({_TENSORS}, {_NORM}, Tensor weight, {_OPTIONS}) -> (Tensor loss, Tensor d_b_q, Tensor d_b_k)",
+    "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
+    "train": f"({_TENSORS}, {_NORM}, Tensor weight, {_OPTIONS}) "
+    "-> (Tensor loss, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
     "scale_gradient": "(Tensor gradient, Tensor upstream, ScalarType dtype) -> Tensor",
 }
 """The operators of the namespace ``streamkl``, by name."""
+
+
+class Tensors(NamedTuple):
+    """The tensors of a divergence, in the order of its schema; ``b_w [B, J, Nq]``, ``topk [B, lists, Nq, K]``."""
+
+    a_q: Tensor
+    a_k: Tensor
+    b_q: Tensor
+    b_k: Tensor
+    b_w: Tensor | None
+    topk: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
 
 
 class Options(NamedTuple):
@@ -45,14 +61,28 @@ class Options(NamedTuple):
     b_scale: float | None
     a_relu: bool
     b_relu: bool
+    b_summed: bool
     left: int | None
     right: int | None
     deterministic: bool
     backend: str
 
 
-def _empty_rows(q: Tensor, dtype: torch.dtype) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=dtype)
+def divided(args: tuple[Any, ...], *counts: int) -> list[tuple[Any, ...]]:
+    """An operator's arguments in runs of so many; what is left comes last."""
+    runs, start = [], 0
+    for count in counts:
+        runs.append(args[start : start + count])
+        start += count
+    return [*runs, args[start:]]
+
+
+TENSORS, NORM, OPTIONS = len(Tensors._fields), len(Normalisers._fields), len(Options._fields)
+
+
+def _empty_rows(q: Tensor, dtype: torch.dtype, summed: bool = False) -> Tensor:
+    batch, heads, tokens = q.shape[:3]
+    return q.new_empty((batch, 1 if summed else heads, tokens), dtype=dtype)
 
 
 def _body(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -77,37 +107,30 @@ for _name, _schema in SCHEMAS.items():
     torch.library.define(f"streamkl::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 
 
-def _problem(tensors: tuple[Any, ...], options: Options) -> tuple[engines.Engine, Problem, Inputs]:
-    inputs = Inputs(*tensors[:4])
+def _problem(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[engines.Engine, Problem, Inputs]:
+    tensors, options = Tensors(*given), Options(*numbers)
+    inputs = Inputs(*tensors[:5])
     a = Side.of(inputs.a_q, inputs.a_k, options.a_scale, options.a_relu)
-    b = Side.of(inputs.b_q, inputs.b_k, options.b_scale, options.b_relu)
-    support = _support(inputs.b_q, inputs.b_k, options.left, options.right, *tensors[4:])
+    b = Side.of(inputs.b_q, inputs.b_k, options.b_scale, options.b_relu, options.b_summed)
+    support = _support(inputs.b_q, inputs.b_k, options.left, options.right, tensors[5:])
     problem = Problem(a, b, support, options.deterministic)
     return engines.choose(options.backend, inputs.b_q.device, problem).engine, problem, inputs
 
 
-def _support(q: Tensor, k: Tensor, left: int | None, right: int | None, *cu_seqlens: Tensor | None) -> Support:
-    support = Support.of(q, k, left, right, *cu_seqlens)
+def _support(q: Tensor, k: Tensor, left: int | None, right: int | None, keys: tuple[Tensor | None, ...]) -> Support:
+    topk, cu_seqlens_q, cu_seqlens_k = keys
+    support = Support.of(q, k, left, right, cu_seqlens_q, cu_seqlens_k, topk)
     validation.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
     return support
 
 
 @_body("logsumexp")
-def _(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    scale: float | None,
-    relu: bool,
-    left: int | None,
-    right: int | None,
-    dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    support, side = _support(q, k, left, right, cu_seqlens_q, cu_seqlens_k), Side.of(q, k, scale, relu)
+def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+    keys, (scale, relu, summed, left, right, dtype, backend) = divided(args, 3)
+    support, side = _support(q, k, left, right, keys), Side.of(q, k, scale, relu, summed)
+    validation.check_topk(support.topk, support.nk)
     engine = engines.choose(backend, q.device, Problem(side, side, support)).engine
-    return engine.logsumexp(support, side, q, k, dtype)
+    return engine.logsumexp(support, side, q, k, w, dtype)
 
 
 @_body("checked_weight")
@@ -118,33 +141,41 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_body("paired_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    engine, problem, inputs = _problem(args[:6], Options(*args[6:]))
+    engine, problem, inputs = _problem(*divided(args, TENSORS))
+    validation.check_topk(problem.support.topk, problem.support.nk)
     kl, mean, norm = engine.paired_rows(problem, inputs)
     return kl, mean, *norm
 
 
 @_body("mixture_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    engine, problem, inputs = _problem(args[:6], Options(*args[8:]))
-    m_a, ln_l_a = args[6:8]
+    tensors, (m_a, ln_l_a), options = divided(args, TENSORS, 2)
+    engine, problem, inputs = _problem(tensors, options)
+    validation.check_topk(problem.support.topk, problem.support.nk)
     return engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.group))
 
 
 @_body("rows_backward")
 def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    engine, problem, inputs = _problem(args[4:10], Options(*args[10:18]))
-    want_a, want_b = args[18:]
-    gradients = engine.backward(problem, inputs, Normalisers(*args[:4]), mean, row_grad, want_a, want_b)
-    return tuple(x.new_empty(0) if grad is None else grad for grad, x in zip(gradients, inputs, strict=True))
+    norm, tensors, options, (want_a, want_b) = divided(args, NORM, TENSORS, OPTIONS)
+    engine, problem, inputs = _problem(tensors, options)
+    gradients = engine.backward(problem, inputs, Normalisers(*norm), mean, row_grad, want_a, want_b)
+    return tuple(_or_empty(grad, row_grad) for grad in gradients)
 
 
 @_body("train")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    engine, problem, inputs = _problem(args[:6], Options(*args[11:]))
-    norm, weight = Normalisers(*args[6:10]), args[10]
-    loss, d_b_q, d_b_k, mass = engine.train(problem, inputs, norm, weight)
-    validation.check_teacher_mass(mass, norm.m_a)
-    return loss, d_b_q, d_b_k
+    tensors, norm, (weight,), options = divided(args, TENSORS, NORM, 1)
+    engine, problem, inputs = _problem(tensors, options)
+    # The keys that rows name were checked when side b was normalised, which comes before.
+    loss, gradients, mass = engine.train(problem, inputs, Normalisers(*norm), weight)
+    validation.check_teacher_mass(mass, norm[0])
+    return loss, *(_or_empty(grad, loss) for grad in gradients[2:])
+
+
+def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient, or the tensor of no elements that stands for none: an operator returns tensors."""
+    return like.new_empty(0) if gradient is None else gradient
 
 
 @_body("scale_gradient")
@@ -157,9 +188,9 @@ def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.register_fake("streamkl::logsumexp")
-def _(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    dtype = args[-2]
-    return _empty_rows(q, dtype), _empty_rows(q, dtype)
+def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
+    summed, dtype = args[5], args[-2]
+    return _empty_rows(q, dtype, summed), _empty_rows(q, dtype, summed)
 
 
 @torch.library.register_fake("streamkl::checked_weight")
@@ -173,21 +204,25 @@ def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...
 
 
 @torch.library.register_fake("streamkl::mixture_rows")
-def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...]:
-    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype)) for _ in range(3))
+def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    summed = Options(*args[-OPTIONS:]).b_summed
+    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype), summed) for _ in range(3))
 
 
 @torch.library.register_fake("streamkl::rows_backward")
 def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    tensors, (want_a, want_b) = args[4:8], args[-2:]
-    wanted = (want_a, want_a, want_b, want_b)
-    return tuple(x.new_empty(x.shape if want else 0) for x, want in zip(tensors, wanted, strict=True))
+    _, inputs, _, (want_a, want_b) = divided(args, NORM, 5, TENSORS - 5 + OPTIONS)
+    wanted = (want_a, want_a, want_b, want_b, want_b)
+    return tuple(
+        x.new_empty(x.shape) if want and x is not None else row_grad.new_empty(0)
+        for x, want in zip(inputs, wanted, strict=True)
+    )
 
 
 @torch.library.register_fake("streamkl::train")
-def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, b_k: Tensor, *args: object) -> tuple[Tensor, ...]:
-    dtype = compute_dtype(a_q.dtype, b_q.dtype)
-    return tuple(b_q.new_empty(shape, dtype=dtype) for shape in ((), b_q.shape, b_k.shape))
+def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, b_k: Tensor, b_w: Tensor | None, *args: object) -> tuple[Tensor, ...]:
+    shapes = ((), b_q.shape, b_k.shape, (0,) if b_w is None else b_w.shape)
+    return tuple(b_q.new_empty(shape, dtype=compute_dtype(a_q.dtype, b_q.dtype)) for shape in shapes)
 
 
 @torch.library.register_fake("streamkl::scale_gradient")
@@ -200,24 +235,24 @@ def _save_paired(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _save_mixture(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _save_rows(ctx, inputs, None, *inputs[6:8], *output[1:])
+    _save_rows(ctx, inputs, None, *inputs[TENSORS : TENSORS + 2], *output[1:])
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], mean: Tensor | None, *norm: Tensor) -> None:
-    ctx.arguments, ctx.options = len(inputs), inputs[-8:]
+    ctx.arguments, ctx.options = len(inputs), inputs[-OPTIONS:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:6], mean, *norm)
+    ctx.save_for_backward(*inputs[:TENSORS], mean, *norm)
 
 
 def _rows_backward(ctx: Any, row_grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if row_grad is None:
         return (None,) * ctx.arguments
-    saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-    tensors, mean, norm = saved[:6], saved[6], saved[7:]
-    want_a, want_b = needs[0] or needs[1], needs[2] or needs[3]
+    tensors, (mean,), norm = divided(ctx.saved_tensors, TENSORS, 1)
+    needs = ctx.needs_input_grad[:5]
+    want_a, want_b = any(needs[:2]), any(needs[2:])
     gradients = torch.ops.streamkl.rows_backward(row_grad, mean, *norm, *tensors, *ctx.options, want_a, want_b)
-    wanted = (grad if need else None for grad, need in zip(gradients, needs[:4], strict=True))
-    return (*wanted, *(None,) * (ctx.arguments - 4))
+    wanted = (grad if need else None for grad, need in zip(gradients, needs, strict=True))
+    return (*wanted, *(None,) * (ctx.arguments - 5))
 
 
 for _name, _save in (("paired_rows", _save_paired), ("mixture_rows", _save_mixture)):
@@ -227,7 +262,7 @@ for _name, _save in (("paired_rows", _save_paired), ("mixture_rows", _save_mixtu
 def _save_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.arguments = len(inputs)
     ctx.set_materialize_grads(False)  # the gradients are outputs too: no zeros as large as they
-    ctx.dtype = inputs[2].dtype
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs[2:5]]
     ctx.save_for_backward(*output[1:])
 
 
@@ -235,10 +270,10 @@ def _train_backward(ctx: Any, upstream: Tensor | None, *_: object) -> tuple[Tens
     if upstream is None:
         return (None,) * ctx.arguments
     gradients = (
-        torch.ops.streamkl.scale_gradient(gradient, upstream, ctx.dtype) if need else None
-        for gradient, need in zip(ctx.saved_tensors, ctx.needs_input_grad[2:4], strict=True)
+        torch.ops.streamkl.scale_gradient(gradient, upstream, dtype) if need else None
+        for gradient, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[2:5], strict=True)
     )
-    return (None, None, *gradients, *(None,) * (ctx.arguments - 4))
+    return (None, None, *gradients, *(None,) * (ctx.arguments - 5))
 
 
 torch.library.register_autograd("streamkl::train", _train_backward, setup_context=_save_train)
@@ -252,8 +287,8 @@ def _not_differentiable(what: str) -> Callable[..., None]:
 
 
 for _name, _what in {
-    "rows_backward": "streamkl: the gradient of attention_kl is not differentiated a second time",
-    "scale_gradient": "streamkl: the gradient of attention_kl is not differentiated a second time",
+    "rows_backward": "streamkl: the gradient of the loss is not differentiated a second time",
+    "scale_gradient": "streamkl: the gradient of the loss is not differentiated a second time",
     "logsumexp": "streamkl: attention_lse is not differentiated; detach q and k, or the result",
 }.items():
     torch.library.register_autograd(f"streamkl::{_name}", _not_differentiable(_what))

@@ -28,7 +28,9 @@ class Sequence(NamedTuple):
 class Tile(NamedTuple):
     """A block of rows against a block of keys, as slices of the N axes; ``masked`` if not all of it is allowed.
 
-    ``offset`` is the key on the diagonal of the tile's first row, counted from the tile's first key.
+    ``offset`` is the key on the diagonal of the tile's first row, counted from the tile's first key. Where rows name
+    their keys (`Support.topk`), ``keys`` is a slice of the columns of list ``listed``, ``run`` the sequence's keys, and
+    ``offset`` is counted from the first of them; `Support.listed_keys` reads the keys.
     """
 
     batch: int
@@ -36,15 +38,22 @@ class Tile(NamedTuple):
     keys: slice
     offset: int
     masked: bool
+    listed: int = 0
+    run: slice = slice(0)
 
 
 class Inputs(NamedTuple):
-    """The tensors of one divergence: ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]`` of both sides, any strides."""
+    """The tensors of one divergence: ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]`` of both sides, any strides.
+
+    Where side ``b`` is a weighted sum of heads (`Side.summed`), ``b_w [B, J, Nq]`` holds the weights, in any dtype;
+    ``None`` stands for weights of 1.
+    """
 
     a_q: Tensor
     a_k: Tensor
     b_q: Tensor
     b_k: Tensor
+    b_w: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -54,13 +63,16 @@ class Gradients(NamedTuple):
     a_k: Tensor | None
     b_q: Tensor | None
     b_k: Tensor | None
+    b_w: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Side:
     """One of the two distributions: ``heads`` query heads over ``kv_heads`` key heads of width ``dim``, in ``dtype``.
 
-    Its logits are ``scale * <q, k>``, through a relu where ``relu`` is set.
+    Its logits are ``scale * <q, k>``, through a relu where ``relu`` is set. Each head is a distribution of its own,
+    except where ``summed`` is set: then there is one key head and one distribution, whose logits are the sum of the
+    heads' so made, each multiplied by its weight of the row. That is an indexer, and only side ``b`` can be one.
     """
 
     heads: int
@@ -69,12 +81,18 @@ class Side:
     dtype: torch.dtype
     scale: float
     relu: bool = False
+    summed: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, scale: float | None = None, relu: bool = False) -> Side:
+    def of(cls, q: Tensor, k: Tensor, scale: float | None = None, relu: bool = False, summed: bool = False) -> Side:
         """Reads the side of ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``; the scale defaults to ``1/sqrt(D)``."""
         dim = q.shape[3]
-        return cls(q.shape[1], k.shape[1], dim, q.dtype, dim**-0.5 if scale is None else scale, relu)
+        return cls(q.shape[1], k.shape[1], dim, q.dtype, dim**-0.5 if scale is None else scale, relu, summed)
+
+    @property
+    def distributions(self) -> int:
+        """How many distributions the heads make."""
+        return 1 if self.summed else self.heads
 
     def kv_head(self, head: int) -> int:
         """The key head that query head ``head`` reads."""
@@ -88,6 +106,10 @@ class Support:
     Row ``i`` of a sequence sees the keys from ``i + diagonal - left`` to ``i + diagonal + right``; ``None`` is
     unbounded. Causal masking is ``right = 0``; sequences are aligned bottom-right, so ``diagonal = k_len - q_len``.
     A packed batch is one batch element, whose sequences ``cu_seqlens_q`` and ``cu_seqlens_k [sequences + 1]`` name.
+
+    ``topk [B, lists, Nq, K]`` leaves of these keys those that a row names: counted from the first key of its sequence,
+    no key twice, negative for none. What is masked, or lies outside of the sequence, stays unseen though it is named.
+    There is one list for all heads, or one for each run of consecutive heads (`list_of`).
     """
 
     batch: int
@@ -97,11 +119,25 @@ class Support:
     right: int | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    topk: Tensor | None = None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, left: int | None, right: int | None, *cu_seqlens: Tensor | None) -> Support:
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        left: int | None,
+        right: int | None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        topk: Tensor | None = None,
+    ) -> Support:
         """Reads the support of ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``."""
-        return cls(q.shape[0], q.shape[2], k.shape[2], left, right, *cu_seqlens)
+        return cls(q.shape[0], q.shape[2], k.shape[2], left, right, cu_seqlens_q, cu_seqlens_k, topk)
+
+    def list_of(self, head: int, heads: int) -> int:
+        """The list of ``topk`` that head ``head`` of ``heads`` reads."""
+        return 0 if self.topk is None else head // (heads // self.topk.shape[1])
 
     def sequences(self) -> Iterator[Sequence]:
         """Walks the sequences: one per batch element, or the packed ones (which reads ``cu_seqlens`` on the host)."""
@@ -115,18 +151,24 @@ class Support:
             yield Sequence(0, starts_q[n], q_len, starts_k[n], k_len, k_len - q_len)
 
     def live_rows(self, seq: Sequence) -> tuple[int, int]:
-        """The half-open range of the sequence's rows that see at least one key."""
-        if seq.k_len == 0:
+        """The half-open range of the sequence's rows that see at least one key, if they do not name their keys."""
+        if seq.k_len == 0 or (self.topk is not None and self.topk.shape[3] == 0):
             return 0, 0
         first = 0 if self.right is None else max(0, -seq.diagonal - self.right)
         last = seq.q_len if self.left is None else min(seq.q_len, seq.k_len - seq.diagonal + self.left)
         return first, max(first, last)
 
-    def tiles(self, seq: Sequence, block_q: int, block_k: int) -> Iterator[list[Tile]]:
-        """Walks the blocks of live rows; for each, the list of tiles that hold an allowed pair, and no other."""
+    def tiles(self, seq: Sequence, block_q: int, block_k: int, listed: int = 0) -> Iterator[list[Tile]]:
+        """Walks the blocks of live rows; for each, the list of tiles that hold an allowed pair, and no other.
+
+        Where rows name their keys, the tiles are those of list ``listed``, all columns of it.
+        """
         first, last = self.live_rows(seq)
         for i0 in range(first, last, block_q):
             i1 = min(i0 + block_q, last)
+            if self.topk is not None:
+                yield self._listed_tiles(seq, i0, i1, block_k, listed)
+                continue
             j_first = 0 if self.left is None else max(0, i0 + seq.diagonal - self.left)
             j_last = seq.k_len if self.right is None else min(seq.k_len, i1 + seq.diagonal + self.right)
             tiles = []
@@ -140,13 +182,34 @@ class Support:
                 tiles.append(Tile(seq.batch, rows, keys, i0 + seq.diagonal - j0, not full))
             yield tiles
 
+    def _listed_tiles(self, seq: Sequence, i0: int, i1: int, block_k: int, listed: int) -> list[Tile]:
+        assert self.topk is not None
+        rows, run = slice(seq.q_start + i0, seq.q_start + i1), slice(seq.k_start, seq.k_start + seq.k_len)
+        columns = self.topk.shape[3]
+        return [
+            Tile(seq.batch, rows, slice(j0, min(j0 + block_k, columns)), i0 + seq.diagonal, True, listed, run)
+            for j0 in range(0, columns, block_k)
+        ]
+
+    def listed_keys(self, tile: Tile) -> Tensor:
+        """The keys that a tile's rows name, ``[rows, keys]`` of int64 on the N axis; -1 where a row may not see one."""
+        assert self.topk is not None
+        keys = self.topk[tile.batch, tile.listed, tile.rows, tile.keys].long()
+        on = torch.arange(keys.shape[0], device=keys.device)[:, None] + tile.offset  # the key on the diagonal
+        allowed = (keys >= 0) & (keys < tile.run.stop - tile.run.start)
+        if self.right is not None:
+            allowed &= keys <= on + self.right
+        if self.left is not None:
+            allowed &= keys >= on - self.left
+        return torch.where(allowed, keys + tile.run.start, -1)
+
 
 @dataclass(frozen=True)
 class Problem:
     """One divergence ``KL(a || b)``: side ``a`` weighs the logarithms, side ``b`` is compared with it.
 
-    Forward KL has the teacher on side ``a``, reverse KL the student. Distribution ``r`` of ``b.heads`` is compared
-    with the mean of the ``group`` consecutive heads of ``a`` that start at ``r * group``.
+    Forward KL has the teacher on side ``a``, reverse KL the student. Distribution ``r`` of ``b`` is compared with the
+    mean of the ``group`` consecutive heads of ``a`` that start at ``r * group``.
     """
 
     a: Side
@@ -157,7 +220,7 @@ class Problem:
     @property
     def distributions(self) -> int:
         """How many distributions of ``b`` there are: ``R``."""
-        return self.b.heads
+        return self.b.distributions
 
     @property
     def group(self) -> int:

@@ -23,6 +23,7 @@ def attention_kl(
     window: tuple[int, int] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    topk_indices: Tensor | None = None,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
     student_activation: str | None = None,
@@ -36,31 +37,43 @@ def attention_kl(
         teacher_q, teacher_k, student_q, student_k = (
             x.transpose(0, 1)[None] for x in (teacher_q, teacher_k, student_q, student_k)
         )
-    allowed = allowed_pairs(teacher_q.shape[2], teacher_k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k)
-    allowed = allowed.to(teacher_q.device)
-    alive = allowed.any(-1)
-
+    nq, nk = teacher_q.shape[2], teacher_k.shape[2]
+    allowed = allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices).to(teacher_q.device)
     a = logits(teacher_q, teacher_k, teacher_scale)  # [B, H, Nq, Nk]
     b = logits(student_q, student_k, student_scale)  # [B, R, Nq, Nk]
     if student_activation == "relu":
         b = b.relu()
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    log_p = log_softmax(a.to(dtype), allowed).unflatten(1, (b.shape[1], -1))  # [B, R, H/R, Nq, Nk]
-    log_p = log_p.logsumexp(2) - math.log(log_p.shape[2])
-    log_q = log_softmax(b.to(dtype), allowed)
-    if divergence == "reverse":
-        log_p, log_q = log_q, log_p
-    kl = torch.where(allowed, log_p.exp() * (log_p - log_q), 0.0).sum(-1)  # [B, R, Nq]
+    return _reduced(*_rows(a, b, allowed, divergence), row_weight, reduction, packed)
 
-    weight = torch.ones_like(kl) if row_weight is None else _as_rows(row_weight, kl, packed)
-    weight = torch.where(alive, weight, 0.0)
-    rows = torch.where(weight != 0, weight * kl, 0.0)
-    if reduction == "none":
-        return rows[0] if packed else rows
-    if reduction == "sum":
-        return rows.sum()
-    total = weight.sum()
-    return rows.sum() / torch.where(total == 0, 1.0, total)
+
+def indexer_kl(
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor | None = None,
+    *,
+    activation: str | None = "relu",
+    index_scale: float | None = None,
+    topk_indices: Tensor | None = None,
+    teacher_scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """What `streamkl.indexer_kl` computes, with the same arguments, in O(J Nq Nk) memory."""
+    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    if packed:
+        teacher_q, teacher_k, index_q = (x.transpose(0, 1)[None] for x in (teacher_q, teacher_k, index_q))
+        index_k, index_w = index_k[None], None if index_w is None else index_w[None]
+    nq, nk = teacher_q.shape[2], teacher_k.shape[2]
+    allowed = allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices).to(teacher_q.device)
+    a = logits(teacher_q.detach(), teacher_k.detach(), teacher_scale)  # [B, H, Nq, Nk]
+    b = index_logits(index_q, index_k, index_w, index_scale, activation)  # [B, 1, Nq, Nk]
+    return _reduced(*_rows(a, b, allowed, "forward"), row_weight, reduction, packed)
 
 
 def attention_lse(
@@ -72,12 +85,14 @@ def attention_lse(
     window: tuple[int, int] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    topk_indices: Tensor | None = None,
 ) -> Tensor:
     """What `streamkl.attention_lse` computes, with the same arguments, in O(Nq Nk) memory."""
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
     if packed:
         q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
-    allowed = allowed_pairs(q.shape[2], k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k).to(q.device)
+    allowed = allowed_pairs(q.shape[2], k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices)
+    allowed = for_heads(allowed.to(q.device), q.shape[1])
     lse = logits(q, k, scale).masked_fill(~allowed, -torch.inf).logsumexp(-1)
     return lse[0] if packed else lse
 
@@ -88,6 +103,16 @@ def logits(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     products = q @ k.transpose(-1, -2)
     products = products.to(torch.promote_types(products.dtype, torch.float32))
     return products * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def index_logits(q: Tensor, k: Tensor, w: Tensor | None, scale: float | None, activation: str | None) -> Tensor:
+    """The weighted sum over heads of ``q [B, J, Nq, D]``, ``k [B, Nk, D]`` and ``w [B, Nq, J]``: ``[B, 1, Nq, Nk]``."""
+    x = logits(q, k[:, None], scale)
+    if activation == "relu":
+        x = x.relu()
+    if w is not None:
+        x = x * w.to(x.dtype).transpose(1, 2)[..., None]
+    return x.sum(1, keepdim=True)
 
 
 def log_softmax(x: Tensor, allowed: Tensor) -> Tensor:
@@ -104,8 +129,12 @@ def allowed_pairs(
     window: tuple[int, int] | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    topk_indices: Tensor | None = None,
 ) -> Tensor:
-    """Which keys each row may see, ``[Nq, Nk]`` of bool, aligned bottom-right within each sequence."""
+    """Which keys each row may see, ``[Nq, Nk]`` of bool, aligned bottom-right within each sequence.
+
+    With ``topk_indices`` ``[B, lists, Nq, Nk]``: of those, the keys that the row names, counted within its sequence.
+    """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         starts_q, starts_k = [0, nq], [0, nk]
     else:
@@ -123,7 +152,52 @@ def allowed_pairs(
         if window is not None and window[1] >= 0:
             block &= keys <= on + window[1]
         allowed[starts_q[n] : starts_q[n + 1], starts_k[n] : starts_k[n + 1]] = block
-    return allowed
+    if topk_indices is None:
+        return allowed
+    topk = topk_indices.cpu().long()
+    if cu_seqlens_q is not None:
+        topk = topk[None]
+    if topk.dim() == 3:
+        topk = topk[:, None]
+    first, count = torch.zeros(nq, dtype=torch.int64), torch.zeros(nq, dtype=torch.int64)
+    for n in range(len(starts_q) - 1):
+        first[starts_q[n] : starts_q[n + 1]] = starts_k[n]
+        count[starts_q[n] : starts_q[n + 1]] = starts_k[n + 1] - starts_k[n]
+    named = torch.zeros(*topk.shape[:3], nk + 1, dtype=torch.bool)  # the last column takes what names no key
+    inside = (topk >= 0) & (topk < count[:, None])
+    named.scatter_(-1, torch.where(inside, topk + first[:, None], nk), True)
+    return allowed & named[..., :nk]
+
+
+def for_heads(allowed: Tensor, heads: int) -> Tensor:
+    """The pairs that each of ``heads`` may see: a list of keys serves consecutive heads."""
+    return allowed if allowed.dim() == 2 else allowed.repeat_interleave(heads // allowed.shape[1], dim=1)
+
+
+def _rows(a: Tensor, b: Tensor, allowed: Tensor, divergence: str) -> tuple[Tensor, Tensor]:
+    """The divergence of each row, ``[B, R, Nq]``, and which rows see a key, from logits ``[B, heads, Nq, Nk]``."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    log_p = log_softmax(a.to(dtype), for_heads(allowed, a.shape[1])).unflatten(1, (b.shape[1], -1))
+    log_p = log_p.logsumexp(2) - math.log(log_p.shape[2])  # from [B, R, H/R, Nq, Nk]
+    allowed = for_heads(allowed, b.shape[1])
+    log_q = log_softmax(b.to(dtype), allowed)
+    if divergence == "reverse":
+        log_p, log_q = log_q, log_p
+    kl = torch.where(allowed, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
+    return kl, allowed.any(-1)
+
+
+def _reduced(kl: Tensor, alive: Tensor, row_weight: Tensor | None, reduction: str, packed: bool) -> Tensor:
+    """The loss of row losses ``[B, R, Nq]``: rows that see no key, or have weight 0, do not count."""
+    weight = torch.ones_like(kl) if row_weight is None else _as_rows(row_weight, kl, packed)
+    weight = torch.where(alive, weight, 0.0)
+    rows = torch.where(weight != 0, weight * kl, 0.0)
+    if reduction == "none":
+        return rows[0] if packed else rows
+    if reduction == "sum":
+        return rows.sum()
+    total = weight.sum()
+    return rows.sum() / torch.where(total == 0, 1.0, total)
 
 
 def _as_rows(row_weight: Tensor, kl: Tensor, packed: bool) -> Tensor:

@@ -29,7 +29,8 @@ def _acceptable(op: torch._ops.OpOverload, *args: Any) -> list[tuple[list[Any], 
     """The placements of outputs and inputs that need no communication, for one mesh dimension.
 
     Everything replicated; everything sharded by batch; everything sharded by heads, where each count divides, so that
-    every key head stays with its query heads and every student head with its group of teacher heads.
+    every key head stays with its query heads and every student head with its group of teacher heads. The heads of an
+    indexer stay together: they make one distribution.
     """
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False))
@@ -38,19 +39,29 @@ def _acceptable(op: torch._ops.OpOverload, *args: Any) -> list[tuple[list[Any], 
     if given.get("cu_seqlens_q") is None:
         choices.append(Shard(0))
     mesh_size = given[whole[0]].mesh.size()
-    if all(given[name].shape[1] % mesh_size == 0 for name in whole):
+    divided = all(given[name].shape[1] % mesh_size == 0 for name in whole if not _one_list(name, given[name]))
+    if divided and not (given.get("b_summed") or given.get("summed")):
         choices.append(Shard(1))
     return [(_outputs(op, given, choice), _inputs(names, given, choice)) for choice in choices]
 
 
 def _inputs(names: list[str], given: dict[str, Any], choice: Any) -> list[Any]:
-    return [
-        None if not _is_tensor(given.get(name)) else Replicate() if name in _REPLICATED else choice for name in names
-    ]
+    placements = []
+    for name in names:
+        tensor = given.get(name)
+        if not _is_tensor(tensor):
+            placements.append(None)
+        elif name in _REPLICATED or (choice == Shard(1) and _one_list(name, tensor)):
+            placements.append(Replicate())
+        else:
+            placements.append(choice)
+    return placements
 
 
 def _outputs(op: torch._ops.OpOverload, given: dict[str, Any], choice: Any) -> list[Any]:
     unwanted = tuple(f"d_{side}" for side in "ab" if given.get(f"want_{side}") is False)
+    if not _is_tensor(given.get("b_w")):
+        unwanted += ("d_b_w",)
     placements = []
     for output in op._schema.returns:
         if output.name == "loss" and not isinstance(choice, Replicate):
@@ -60,6 +71,11 @@ def _outputs(op: torch._ops.OpOverload, given: dict[str, Any], choice: Any) -> l
         else:
             placements.append(choice)
     return placements
+
+
+def _one_list(name: str, tensor: Any) -> bool:
+    """Whether a tensor is the one list of keys that all heads share."""
+    return name == "topk" and tensor.shape[1] == 1
 
 
 def _is_tensor(argument: Any) -> bool:

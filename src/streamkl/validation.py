@@ -1,8 +1,9 @@
 """From a caller's arguments to tensors in one layout and the numbers that describe them, or a ``ValueError``.
 
 Shapes, dtypes and devices are checked on every call and cost nothing on the device. What needs a tensor's values is
-checked by `check_cu_seqlens`, `check_row_weight` and `check_teacher_mass`, which the ops call: always on CPU tensors,
-elsewhere only under ``STREAMKL_CHECK=1``, so that no check synchronises and ``torch.compile`` traces through.
+checked by `check_cu_seqlens`, `check_topk`, `check_row_weight` and `check_teacher_mass`, which the ops call: always on
+CPU tensors, elsewhere only under ``STREAMKL_CHECK=1``, so that no check synchronises and ``torch.compile`` traces
+through.
 """
 
 from __future__ import annotations
@@ -17,27 +18,37 @@ from torch import Tensor
 BACKENDS = ("auto", "reference", "triton", "cpu", "tiled")
 FARTHEST = 2**40
 """A window that is wider than any sequence, as people write with ``sys.maxsize``, has no bound on that side."""
+TOPK_CHUNK = 1 << 20
+"""How many indices are sorted at a time to see that none is there twice."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Keys(NamedTuple):
-    """Which keys a row may see: ``right = 0`` is causal, ``None`` unbounded; ``cu_seqlens`` names packed sequences."""
+    """Which keys a row may see: ``right = 0`` is causal, ``None`` unbounded; ``cu_seqlens`` names packed sequences.
+
+    ``topk [B, lists, Nq, K]`` names the keys of each row, if they are named.
+    """
 
     left: int | None
     right: int | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
-
     packed: bool
+    topk: Tensor | None = None
 
 
 class KLArguments(NamedTuple):
-    """The checked arguments of ``attention_kl``: q and k ``[B, H, N, D]``, row tensors ``[B, heads, Nq]``."""
+    """The checked arguments of a loss: q and k ``[B, H, N, D]``, row tensors ``[B, heads, Nq]``.
+
+    An indexer is a student whose heads are summed into one distribution, with weights ``student_w`` or without.
+    """
 
     teacher_q: Tensor
     teacher_k: Tensor
     student_q: Tensor
     student_k: Tensor
+    student_w: Tensor | None
+    summed: bool
     keys: Keys
     teacher_lse: Tensor | None
     row_weight: Tensor | None
@@ -61,6 +72,7 @@ def attention_kl_arguments(
     window: tuple[int, int] | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    topk_indices: Tensor | None,
     teacher_scale: float | None,
     student_scale: float | None,
     student_activation: str | None,
@@ -77,14 +89,7 @@ def attention_kl_arguments(
     teacher_q, teacher_k, student_q, student_k = _canonical(named, keys)
     _check_pair("teacher", teacher_q, teacher_k)
     _check_pair("student", student_q, student_k)
-    for name, teacher, student in (("q", teacher_q, student_q), ("k", teacher_k, student_k)):
-        for axis, dim in (("batch", 0), ("tokens", 2)):
-            if teacher.shape[dim] != student.shape[dim]:
-                raise ValueError(
-                    f"teacher_{name} and student_{name} must have the same {axis}: got {teacher.shape[dim]} and "
-                    f"{student.shape[dim]}, from [batch, heads, tokens, dim] = {list(teacher.shape)} and "
-                    f"{list(student.shape)}"
-                )
+    _check_tokens({"teacher_q": teacher_q, "student_q": student_q}, {"teacher_k": teacher_k, "student_k": student_k})
     heads, distributions = teacher_q.shape[1], student_q.shape[1]
     if heads % distributions != 0:
         raise ValueError(
@@ -110,24 +115,63 @@ def attention_kl_arguments(
             f"{distributions}; detach teacher_q and teacher_k"
         )
 
-    if teacher_lse is not None:
-        teacher_lse = _row_tensor("teacher_lse", teacher_lse, student_q, heads, keys, False)
-        if teacher_lse.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"teacher_lse must be float32 or float64, because its rounding scales every probability: "
-                f"got {teacher_lse.dtype}"
-            )
-    if row_weight is not None:
-        row_weight = _row_tensor("row_weight", row_weight, student_q, distributions, keys, True)
-        if row_weight.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "row_weight is not differentiated: got one that requires a gradient; detach it, "
-                "or weigh the rows of reduction='none'"
-            )
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    keys = _with_topk(keys, topk_indices, student_q, distributions, "student_q")
+    teacher_lse = _teacher_lse(teacher_lse, student_q, heads, keys)
+    row_weight = _row_weight(row_weight, student_q, distributions, keys)
     return KLArguments(
-        teacher_q, teacher_k, student_q, student_k, keys, teacher_lse, row_weight, deterministic
+        teacher_q, teacher_k, student_q, student_k, None, False, keys, teacher_lse, row_weight,
+        _deterministic(deterministic),
+    )  # fmt: skip
+
+
+def indexer_kl_arguments(
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor | None,
+    activation: str | None,
+    index_scale: float | None,
+    topk_indices: Tensor | None,
+    teacher_scale: float | None,
+    teacher_lse: Tensor | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    row_weight: Tensor | None,
+    reduction: str,
+    deterministic: bool | None,
+    backend: str,
+) -> KLArguments:
+    """Checks a call of ``indexer_kl``; its teacher comes back detached, its key with one head."""
+    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
+    if not isinstance(index_k, Tensor):
+        raise ValueError(f"index_k must be a tensor: got {type(index_k).__name__}")
+    if index_k.dim() != (2 if keys.packed else 3):
+        wanted = "[tokens, dim] with cu_seqlens" if keys.packed else "[batch, tokens, dim]"
+        raise ValueError(f"index_k must be of shape {wanted}, one key for all index heads: got {list(index_k.shape)}")
+    named = {"teacher_q": teacher_q, "teacher_k": teacher_k, "index_q": index_q, "index_k": index_k.unsqueeze(1)}
+    teacher_q, teacher_k, index_q, index_k = _canonical(named, keys)
+    _check_pair("teacher", teacher_q, teacher_k)
+    _check_pair("index", index_q, index_k)
+    _check_tokens({"teacher_q": teacher_q, "index_q": index_q}, {"teacher_k": teacher_k, "index_k": index_k})
+
+    _check_scale("teacher_scale", teacher_scale)
+    _check_scale("index_scale", index_scale)
+    _check_choice("activation", activation, (None, "relu"))
+    _check_choice("reduction", reduction, ("mean", "sum", "none"))
+    _check_choice("backend", backend, BACKENDS)
+    _check_choice("deterministic", deterministic, (None, True, False))
+
+    if index_w is not None:
+        index_w = _index_weight(index_w, index_q, keys)
+    keys = _with_topk(keys, topk_indices, index_q, 1, "the indexer")
+    teacher_lse = _teacher_lse(teacher_lse, index_q, teacher_q.shape[1], keys)
+    row_weight = _row_weight(row_weight, index_q, 1, keys)
+    return KLArguments(
+        teacher_q.detach(), teacher_k.detach(), index_q, index_k, index_w, True, keys, teacher_lse, row_weight,
+        _deterministic(deterministic),
     )  # fmt: skip
 
 
@@ -139,6 +183,7 @@ def attention_lse_arguments(
     window: tuple[int, int] | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    topk_indices: Tensor | None,
     backend: str,
 ) -> LSEArguments:
     """Checks a call of ``attention_lse``; packed tensors come back as views with a batch of 1."""
@@ -147,13 +192,14 @@ def attention_lse_arguments(
     _check_pair("", q, k)
     _check_scale("scale", scale)
     _check_choice("backend", backend, BACKENDS)
-    return LSEArguments(q, k, keys)
+    return LSEArguments(q, k, _with_topk(keys, topk_indices, q, None, "q"))
 
 
 def check_values(arguments: KLArguments | LSEArguments) -> None:
     """Checks what needs the tensors' values, for a caller that does not go through the operators."""
     q, k, keys = arguments[0], arguments[1], arguments.keys
     check_cu_seqlens(keys.cu_seqlens_q, keys.cu_seqlens_k, q.shape[2], k.shape[2])
+    check_topk(keys.topk, k.shape[2])
     if isinstance(arguments, KLArguments):
         check_row_weight(arguments.row_weight)
 
@@ -171,6 +217,25 @@ def check_cu_seqlens(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, n
                 raise ValueError(f"{name} must not fall: got {starts[n + 1]} after {starts[n]} at position {n + 1}")
         if starts[-1] > tokens:
             raise ValueError(f"{name} must end within the {tokens} tokens given: got {starts[-1]}")
+
+
+def check_topk(topk: Tensor | None, nk: int) -> None:
+    """Checks that ``topk [B, lists, Nq, K]`` names keys from 0 to ``nk - 1``, or -1, and no key twice in a row."""
+    if topk is None or not _may_read(topk) or topk.numel() == 0:
+        return
+    rows = topk.flatten(0, 2)
+    for part in rows.split(max(1, TOPK_CHUNK // rows.shape[1])):
+        part = part.sort(-1).values
+        for wrong in (part[:, 0] < -1, part[:, -1] >= nk):
+            if bool(wrong.any()):
+                row = part[wrong][0]
+                raise ValueError(
+                    f"topk_indices must name keys from 0 to {nk - 1}, or -1 for none: got {row[0].item()} to "
+                    f"{row[-1].item()}"
+                )
+        twice = (part[:, 1:] == part[:, :-1]) & (part[:, 1:] >= 0)
+        if bool(twice.any()):
+            raise ValueError(f"topk_indices must not name a key twice in a row: got {part[:, 1:][twice][0].item()}")
 
 
 def check_row_weight(row_weight: Tensor | None) -> None:
@@ -283,6 +348,92 @@ def _check_pair(side: str, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"{q_name} and {k_name} must have the same head dim: got {q.shape[3]} and {k.shape[3]}")
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"{q_name} heads must be a multiple of {k_name} heads: got {q.shape[1]} and {k.shape[1]}")
+
+
+def _check_tokens(*sides: dict[str, Tensor]) -> None:
+    """Checks that the tensors of both sides, ``[B, heads, tokens, dim]`` by name, have the same batch and tokens."""
+    for (teacher_name, teacher), (student_name, student) in (side.items() for side in sides):
+        for axis, dim in (("batch", 0), ("tokens", 2)):
+            if teacher.shape[dim] != student.shape[dim]:
+                raise ValueError(
+                    f"{teacher_name} and {student_name} must have the same {axis}: got {teacher.shape[dim]} and "
+                    f"{student.shape[dim]}, from [batch, heads, tokens, dim] = {list(teacher.shape)} and "
+                    f"{list(student.shape)}"
+                )
+
+
+def _index_weight(x: Tensor, q: Tensor, keys: Keys) -> Tensor:
+    """Checks ``index_w [B, Nq, J]``, packed ``[Tq, J]``; returns ``[B, J, Nq]``."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"index_w must be a tensor: got {type(x).__name__}")
+    batch, heads, tokens = q.shape[:3]
+    wanted = [tokens, heads] if keys.packed else [batch, tokens, heads]
+    if list(x.shape) != wanted:
+        raise ValueError(f"index_w must be of shape {wanted}, one weight a query and index head: got {list(x.shape)}")
+    if x.layout != torch.strided:
+        raise ValueError(f"index_w must be a dense tensor: got layout {x.layout}")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"index_w must be float64, float32, bfloat16 or float16: got {x.dtype}")
+    if x.dtype == torch.float64 and q.dtype != torch.float64:
+        raise ValueError(f"index_w must be float64 only where index_q is: got {x.dtype} beside {q.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"index_w must be on the device of the queries, {q.device}: got {x.device}")
+    return (x.unsqueeze(0) if keys.packed else x).transpose(1, 2)
+
+
+def _with_topk(keys: Keys, topk: Tensor | None, q: Tensor, lists: int | None, whose: str) -> Keys:
+    """Checks ``topk_indices``: one list a row, or one for each of ``lists`` (any divisor of the heads if ``None``)."""
+    if topk is None:
+        return keys
+    if not isinstance(topk, Tensor):
+        raise ValueError(f"topk_indices must be a tensor: got {type(topk).__name__}")
+    batch, tokens = [] if keys.packed else [q.shape[0]], q.shape[2]
+    given = topk.shape[-3] if lists is None and topk.dim() == len(batch) + 3 else lists
+    if list(topk.shape[:-1]) not in ([*batch, tokens], [*batch, given, tokens]):
+        short, full = (f"[{', '.join(map(str, shape))}]" for shape in (
+            (*batch, tokens, "K"), (*batch, lists or "lists", tokens, "K"))
+        )  # fmt: skip
+        raise ValueError(f"topk_indices must be of shape {short} or {full}: got {list(topk.shape)}")
+    if topk.layout != torch.strided:
+        raise ValueError(f"topk_indices must be a dense tensor: got layout {topk.layout}")
+    if topk.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_indices must be int32 or int64: got {topk.dtype}")
+    if topk.device != q.device:
+        raise ValueError(f"topk_indices must be on the device of the queries, {q.device}: got {topk.device}")
+    if keys.packed:
+        topk = topk.unsqueeze(0)
+    if topk.dim() == 3:
+        topk = topk.unsqueeze(1)
+    if lists is None and (topk.shape[1] == 0 or q.shape[1] % topk.shape[1] != 0):
+        raise ValueError(f"{whose} heads must be a multiple of the lists: got {q.shape[1]} and {topk.shape[1]}")
+    return keys._replace(topk=topk)
+
+
+def _teacher_lse(x: Tensor | None, q: Tensor, heads: int, keys: Keys) -> Tensor | None:
+    if x is None:
+        return None
+    x = _row_tensor("teacher_lse", x, q, heads, keys, False)
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"teacher_lse must be float32 or float64, because its rounding scales every probability: got {x.dtype}"
+        )
+    return x
+
+
+def _row_weight(x: Tensor | None, q: Tensor, distributions: int, keys: Keys) -> Tensor | None:
+    if x is None:
+        return None
+    x = _row_tensor("row_weight", x, q, distributions, keys, True)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "row_weight is not differentiated: got one that requires a gradient; detach it, "
+            "or weigh the rows of reduction='none'"
+        )
+    return x
+
+
+def _deterministic(given: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if given is None else given
 
 
 def _row_tensor(name: str, x: Tensor, q: Tensor, heads: int, keys: Keys, shared: bool) -> Tensor:

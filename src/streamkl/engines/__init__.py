@@ -22,7 +22,10 @@ PREFERENCE = ("triton", "cpu", "tiled")
 class Engine(Protocol):
     """What ``ops`` asks of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs).
 
-    One that can run where ``auto`` should not take it says why in a function ``reluctant(device)``.
+    Row vectors of side ``b`` have ``problem.distributions`` heads, those of side ``a`` its heads. An indexer is a side
+    ``b`` that is ``summed``; rows name their keys where there is a ``support.topk``. An engine without one or the
+    other says so in ``unsupported``. One that can run where ``auto`` should not take it says why in a function
+    ``reluctant(device)``.
     """
 
     name: str
@@ -36,9 +39,12 @@ class Engine(Protocol):
         ...
 
     def logsumexp(
-        self, support: Support, side: Side, q: Tensor, k: Tensor, dtype: torch.dtype
+        self, support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """``(m, ln l)`` of one side's logits, computed in ``dtype``; ``(-inf, 0)`` for a row that sees no key."""
+        """``(m, ln l)`` of one side's logits, computed in ``dtype``; ``(-inf, 0)`` for a row that sees no key.
+
+        Each is ``[B, side.distributions, Nq]``; ``w [B, J, Nq]`` are the weights of a summed side, if it has any.
+        """
         ...
 
     def paired_rows(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
@@ -48,7 +54,10 @@ class Engine(Protocol):
     def mixture_rows(
         self, problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(kl, m_b, ln l_b)`` where side ``a`` has more heads and normalisers known up to a factor a group."""
+        """``(kl, m_b, ln l_b)`` against a mean of heads of ``a`` with normalisers known up to a factor a group.
+
+        Where ``b`` is summed, the group may be of one head.
+        """
         ...
 
     def backward(
@@ -63,14 +72,15 @@ class Engine(Protocol):
     ) -> Gradients:
         """Gradients of ``sum(row_grad * kl)``, in the inputs' dtypes; rows of ``row_grad = 0`` contribute exactly 0.
 
-        Where side ``a`` wants gradients, ``mean`` is that of `paired_rows`.
+        Where side ``a`` wants gradients, ``mean`` is that of `paired_rows`. Where ``b`` does and has weights, they
+        have a gradient too.
         """
         ...
 
     def train(
         self, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k`` before rounding, and the mass, in one sweep.
+    ) -> tuple[Tensor, Gradients, Tensor]:
+        """``sum(weight * kl)``, its gradients to side ``b`` before rounding, contiguous, and the mass, in one sweep.
 
         The mass is the sum of each row's probabilities of ``a``, which tells a wrong LSE; 1 for a row without weight.
         """

@@ -48,7 +48,7 @@ def attention_arguments(
     lse: Tensor | None,
 ) -> AttentionArguments:
     """Checks attention's arguments, and computes its log-sum-exp where it is not given."""
-    checked = validation.attention_lse_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, "auto")
+    checked = validation.attention_lse_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, None, "auto")
     validation.check_values(checked)
     packed = checked.keys.packed
     rows = [q.shape[1], q.shape[0]] if packed else [*q.shape[:3]]
@@ -96,7 +96,7 @@ def index_arguments(
             raise ValueError(f"index_q and index_k must have the same {what}: got {q_size} and {k_size}")
     one_head = index_k.unsqueeze(1)  # the key head that all index heads share
     checked = validation.attention_lse_arguments(
-        index_q, one_head, index_scale, causal, window, cu_seqlens_q, cu_seqlens_k, "auto"
+        index_q, one_head, index_scale, causal, window, cu_seqlens_q, cu_seqlens_k, None, "auto"
     )
     validation.check_values(checked)
     if index_w is not None:

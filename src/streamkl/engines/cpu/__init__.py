@@ -26,6 +26,10 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
         return f"runs on CPUs, not on {device.type}"
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
+    if problem is not None and problem.b.summed:
+        return "does not sum index heads"
+    if problem is not None and problem.support.topk is not None:
+        return "does not take topk_indices"
     return _unavailable()
 
 
@@ -48,21 +52,23 @@ def _unavailable() -> str | None:
     return None
 
 
-def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def logsumexp(
+    support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]``; ``(-inf, 0)`` where a row sees no key."""
     return torch.ops.streamkl_cpu.logsumexp(q, k, _table(support), side.scale, side.relu, *_window(support))
 
 
 def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
     """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its normalisers."""
-    kl, mean, *norm = torch.ops.streamkl_cpu.paired_rows(*inputs, _table(problem.support), *_numbers(problem))
+    kl, mean, *norm = torch.ops.streamkl_cpu.paired_rows(*inputs[:4], _table(problem.support), *_numbers(problem))
     return kl, mean, Normalisers(*norm)
 
 
 def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
     rows = (m_a.contiguous(), ln_l_a.contiguous())
-    return torch.ops.streamkl_cpu.mixture_rows(*inputs, _table(problem.support), *rows, *_numbers(problem))
+    return torch.ops.streamkl_cpu.mixture_rows(*inputs[:4], _table(problem.support), *rows, *_numbers(problem))
 
 
 def backward(
@@ -78,22 +84,22 @@ def backward(
     unread = norm.m_b if mean is None else mean
     rows = (x.contiguous() for x in (*norm, unread, row_grad.float()))
     gradients = torch.ops.streamkl_cpu.backward(
-        *inputs, _table(problem.support), *rows, *_numbers(problem), want_a, want_b
+        *inputs[:4], _table(problem.support), *rows, *_numbers(problem), want_a, want_b
     )
     wanted = (want_a, want_a, want_b, want_b)
     return Gradients(
         *(
             gradient.to(x.dtype).contiguous() if want else None
-            for gradient, x, want in zip(gradients, inputs, wanted, strict=True)
+            for gradient, x, want in zip(gradients, inputs[:4], wanted, strict=True)
         )
     )
 
 
-def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
     """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
     rows = (x.contiguous() for x in (*norm, weight))
-    loss, dq, dk, mass = torch.ops.streamkl_cpu.train(*inputs, _table(problem.support), *rows, *_numbers(problem))
-    return loss, dq, dk.contiguous(), mass
+    loss, dq, dk, mass = torch.ops.streamkl_cpu.train(*inputs[:4], _table(problem.support), *rows, *_numbers(problem))
+    return loss, Gradients(None, None, dq, dk.contiguous()), mass
 
 
 def _table(support: Support) -> Tensor:

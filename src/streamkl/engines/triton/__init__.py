@@ -28,6 +28,10 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
         return f"runs on NVIDIA and AMD GPUs, not on {device.type}"
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
+    if problem is not None and problem.b.summed:
+        return "does not sum index heads"
+    if problem is not None and problem.support.topk is not None:
+        return "does not take topk_indices"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     return _too_old(device) if device.type == "cuda" else None
@@ -45,7 +49,9 @@ def _too_old(device: torch.device) -> str | None:
     return None
 
 
-def logsumexp(support: Support, side: Side, q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def logsumexp(
+    support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]``; ``(-inf, 0)`` where a row sees no key."""
     from streamkl.engines.triton import architecture, launch, plans
 
@@ -92,11 +98,14 @@ def backward(
     )  # fmt: skip
     launch.run_all(launches, device)
     return Gradients(
-        *(None if grad is None else _summed(grad, x).to(x.dtype) for grad, x in zip(gradients, inputs, strict=True))
+        *(
+            None if grad is None else _summed(grad, x).to(x.dtype)
+            for grad, x in zip(gradients[:4], inputs[:4], strict=True)
+        )
     )
 
 
-def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
     """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
     from streamkl.engines.triton import architecture, launch, plans
 
@@ -107,7 +116,8 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     ln_l_a = norm.ln_l_a if problem.group == 1 else 0.0  # head by head, the sums leave the normaliser of a to us
     kl = (acc / s + (norm.ln_l_b - ln_l_a)) - torch.log(s)
     loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, 0.0), 0.0).sum()
-    return loss, _summed(made.dq, inputs.b_q), made.dk, torch.where(weight == 0, 1.0, s)
+    gradients = Gradients(None, None, _summed(made.dq, inputs.b_q), made.dk)
+    return loss, gradients, torch.where(weight == 0, 1.0, s)
 
 
 def _summed(x: Tensor, like: Tensor) -> Tensor:

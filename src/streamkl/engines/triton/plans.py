@@ -61,7 +61,7 @@ def logsumexp(
 
 def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, Normalisers]]:
     """Divergence, mean and normalisers of each row, head by head."""
-    sweep = Sweep(problem, inputs, arch, "paired")
+    sweep = Sweep(problem, inputs[:4], arch, "paired")
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
         for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
@@ -75,7 +75,7 @@ def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor, arch: str
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``."""
-    sweep = Sweep(problem, inputs, arch, "mixture")
+    sweep = Sweep(problem, inputs[:4], arch, "mixture")
     prepare, a = _rows(m_a, ln_l_a, None, problem.group)
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
@@ -147,7 +147,7 @@ class _Gradient:
         prepare_b, self.b = _rows(norm.m_b, norm.ln_l_b, self.weight, 1)
         self.launches = [prepare_a, prepare_b]
         self.mean = self.weight
-        both = Sweep(problem, inputs, arch, "keys_both")
+        both = Sweep(problem, inputs[:4], arch, "keys_both")
         self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or both.a.chunked or both.b.chunked
         self.dq_a = self.dk_a = self.dq_b = self.dk_b = None
         if loss:
@@ -165,7 +165,7 @@ class _Gradient:
     def _add_keys(self, want_a: bool, want_b: bool, kind: str) -> None:
         problem, inputs = self.problem, self.inputs
         one_sweep = not problem.deterministic
-        sweep = Sweep(problem, inputs, self.arch, f"keys_{kind}")
+        sweep = Sweep(problem, inputs[:4], self.arch, f"keys_{kind}")
         pack = sweep.group.pack
         span = 1 if want_a and want_b else (sweep.a if want_a else sweep.b).share // pack
         owners, blocks = sweep.units // span, sweep.key_blocks()
@@ -197,7 +197,7 @@ class _Gradient:
 
     def _add_queries(self, want_a: bool, want_b: bool, kind: str) -> None:
         problem, inputs = self.problem, self.inputs
-        sweep = Sweep(problem, inputs, self.arch, f"queries_{kind}")
+        sweep = Sweep(problem, inputs[:4], self.arch, f"queries_{kind}")
         pieces = max(sweep.a.pieces if want_a else 1, sweep.b.pieces if want_b else 1)
         blocks, splits = sweep.row_blocks(), sweep.key_splits()
         if want_a:
@@ -259,7 +259,7 @@ def _forward(
 
 
 def _tensors(inputs: Inputs) -> dict[str, Any]:
-    a_q, a_k, b_q, b_k = inputs
+    a_q, a_k, b_q, b_k = inputs[:4]
     return {
         "q_a": a_q, "k_a": a_k, "q_b": b_q, "k_b": b_k, "strides_qa": a_q.stride(), "strides_ka": a_k.stride(),
         "strides_qb": b_q.stride(), "strides_kb": b_k.stride(),
