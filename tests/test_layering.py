@@ -8,7 +8,7 @@ import streamkl
 ROOT = Path(streamkl.__file__).parent
 
 KERNELS, INSPECT = "streamkl.engines.triton.kernels", "streamkl.engines.triton.inspect"
-SPARSE = "streamkl.sparse"
+INDEXER, SPARSE = "streamkl.indexer", "streamkl.sparse"
 
 ALLOWED = {
     "__init__.py": {"streamkl.api", "streamkl.sparse.diagnostics"},
@@ -37,6 +37,11 @@ ALLOWED = {
         f"{SPARSE}.selection",
         "streamkl.problem",
     },
+    "indexer/__init__.py": {f"{INDEXER}.base", f"{INDEXER}.head", f"{INDEXER}.lightning", f"{INDEXER}.rope"},
+    "indexer/rope.py": set(),
+    "indexer/base.py": {"streamkl.api", f"{INDEXER}.rope", f"{SPARSE}.scores", f"{SPARSE}.selection"},
+    "indexer/head.py": {f"{INDEXER}.base", f"{INDEXER}.rope"},
+    "indexer/lightning.py": {f"{INDEXER}.base", f"{INDEXER}.rope"},
     "engines/__init__.py": {"streamkl.problem", "streamkl.state"},
     "engines/tiled.py": {"streamkl.problem", "streamkl.state"},
     "engines/cpu/__init__.py": {"streamkl.engines.cpu", "streamkl.problem", "streamkl.state"},

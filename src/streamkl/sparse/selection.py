@@ -51,9 +51,9 @@ def index_topk(
 
     Returns:
         ``[B, Nq, topk]``, packed ``[Tq, topk]``, int32, as ``indexer_kl`` takes ``topk_indices``: keys, in a packed
-        batch counted from the sequence's first. Best first, so that the first columns are a smaller top-k. Equal scores go
-        by lower index: a relu scores many keys 0. -1 fills up rows that see fewer than ``topk`` keys. A score of nan
-        or ``-inf`` is never selected.
+        batch counted from the sequence's first. Best first, so that the first columns are a smaller top-k. Equal
+        scores go by lower index: a relu scores many keys 0. -1 fills up rows that see fewer than ``topk`` keys. A
+        score of nan or ``-inf`` is never selected.
 
     Example:
         >>> import torch
