@@ -143,6 +143,21 @@ def test_weights_stay_float32_beside_bfloat16_and_all_is_float64_in_float64() ->
     assert all(x.dtype == torch.float64 for x in doubled)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_casts_queries_and_keys_alike(kind) -> None:
+    indexer, (q, k) = make(kind), teacher()
+    hidden = torch.randn(2, TOKENS, HIDDEN)
+    exact = indexer.loss(hidden, q, k)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        index_q, index_k, _ = indexer(hidden)
+        loss, listed = indexer.loss(hidden, q, k), indexer.topk(hidden, 5)
+    assert index_q.dtype == index_k.dtype == torch.bfloat16
+    assert (loss.dtype, listed.shape) == (torch.float32, (2, TOKENS, 5))
+    torch.testing.assert_close(loss, exact, rtol=0.05, atol=0)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in indexer.parameters())
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

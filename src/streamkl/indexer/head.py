@@ -63,6 +63,6 @@ class HeadIndexer(Indexer):
         query = hidden if query is None else query
         check_hidden(hidden, query, cu_seqlens)
         q = self.wq(query).unsqueeze(-2)
-        k = self.k_norm(self.wk(hidden))
+        k = self.k_norm(self.wk(hidden)).to(q.dtype)  # autocast leaves norms in float32
         q, k = self._rotate(q, k, positions, position_embeddings, cu_seqlens)
         return IndexTensors(q if cu_seqlens is not None else q.transpose(1, 2), k, None)

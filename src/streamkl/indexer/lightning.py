@@ -72,7 +72,7 @@ class LightningIndexer(Indexer):
         query = hidden if query is None else query
         check_hidden(hidden, query, cu_seqlens)
         q = self.wq_b(query).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_norm(self.wk(hidden))
+        k = self.k_norm(self.wk(hidden)).to(q.dtype)  # autocast leaves norms in float32
         q, k = self._rotate(q, k, positions, position_embeddings, cu_seqlens)
         w = self.weights_proj(hidden.to(self.weights_proj.weight.dtype))
         w = w.to(torch.promote_types(w.dtype, torch.float32)) * self.heads**-0.5

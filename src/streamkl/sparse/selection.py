@@ -171,11 +171,8 @@ class Candidates(NamedTuple):
         above, level = self.scores > last, self.scores == last
         room = topk - above.sum(-1, keepdim=True)
         kept = above | (level & (level.cumsum(-1) <= room))
-        place = torch.where(kept, kept.cumsum(-1) - 1, topk)  # the others share a column that is cut off
-        shape = (*place.shape[:-1], topk + 1)
-        scores = self.scores.new_empty(shape).scatter_(-1, place, self.scores)
-        keys = self.keys.new_empty(shape).scatter_(-1, place, self.keys)
-        return Candidates(scores[..., :topk], keys[..., :topk])
+        at = kept.nonzero()[:, 1].view(-1, topk)  # every row keeps as many
+        return Candidates(self.scores.gather(-1, at), self.keys.gather(-1, at))
 
     def ordered(self, topk: int) -> Tensor:
         """The keys by falling score, then rising key, filled up with -1: ``[rows, topk]``."""
