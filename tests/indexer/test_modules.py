@@ -144,6 +144,14 @@ def test_weights_stay_float32_beside_bfloat16_and_all_is_float64_in_float64() ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_torch_compile_traces_through_the_loss(kind) -> None:
+    indexer, (q, k) = make(kind), teacher()
+    hidden = torch.randn(2, TOKENS, HIDDEN)
+    compiled = torch.compile(lambda *tensors: indexer.loss(*tensors), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, q, k), indexer.loss(hidden, q, k))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_autocast_casts_queries_and_keys_alike(kind) -> None:
     indexer, (q, k) = make(kind), teacher()
     hidden = torch.randn(2, TOKENS, HIDDEN)
