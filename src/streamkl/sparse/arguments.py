@@ -132,7 +132,7 @@ def selected_arguments(indices: Tensor, attention: AttentionArguments) -> Tensor
     return indices.unsqueeze(0) if attention.packed else indices
 
 
-def check_topk(topk: int) -> None:
+def check_count(topk: int) -> None:
     """Checks how many keys are asked for."""
     if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
         raise ValueError(f"topk must be a positive integer: got {topk!r}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from streamkl.problem import Sequence, Support
-from streamkl.sparse.arguments import AttentionArguments, attention_arguments, check_topk, selected_arguments
+from streamkl.sparse.arguments import AttentionArguments, attention_arguments, check_count, selected_arguments
 from streamkl.sparse.scores import attention_tile
 from streamkl.sparse.selection import select
 
@@ -135,7 +135,7 @@ def topk_recall(
     attention = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
     chosen = selected_arguments(indices, attention)
     topk = chosen.shape[2] if topk is None else topk
-    check_topk(topk)
+    check_count(topk)
     recall = torch.zeros(chosen.shape[:2], device=q.device)
     counted = 0
     for batch, rows, oracle in select(attention.support, topk, lambda tile: attention_tile(attention, tile)):

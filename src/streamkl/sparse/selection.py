@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamkl.problem import Support, Tile
-from streamkl.sparse.arguments import attention_arguments, check_topk, index_arguments
+from streamkl.sparse.arguments import attention_arguments, check_count, index_arguments
 from streamkl.sparse.scores import attention_tile, index_tile, mask_tile
 
 BLOCK_Q, BLOCK_K = 256, 2048
@@ -65,7 +65,7 @@ def index_topk(
                 [ 1,  0],
                 [ 1,  3]], dtype=torch.int32)
     """
-    check_topk(topk)
+    check_count(topk)
     arguments = index_arguments(
         index_q, index_k, index_w, index_scale, activation, causal, window, cu_seqlens_q, cu_seqlens_k
     )
@@ -115,7 +115,7 @@ def oracle_topk(
                 [ 1,  0],
                 [ 1,  2]], dtype=torch.int32)
     """
-    check_topk(topk)
+    check_count(topk)
     arguments = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
     return _gathered(
         select(arguments.support, topk, lambda tile: attention_tile(arguments, tile)),
