@@ -20,6 +20,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which noth
 pytest_plugins = ["streamkl.testing.nan_poison"]
 
 ENGINES = ("tiled", "cpu", "triton")
+LIMITED = {"indexer": ("tiled",), "topk": ("tiled",)}
+"""By the mark of a test, the engines that do what it asks; without one, all do."""
 TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 """A tile of the Triton engine: the interpreter takes as long for a row as for many."""
 
@@ -31,7 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", ENGINES)
+        limits = [engines for mark, engines in LIMITED.items() if metafunc.definition.get_closest_marker(mark)]
+        metafunc.parametrize("backend", [name for name in ENGINES if all(name in engines for engines in limits)])
     if "fuzz_seed" in metafunc.fixturenames:
         first, count = metafunc.config.getoption("--fuzz-from"), metafunc.config.getoption("--fuzz-seeds")
         metafunc.parametrize("fuzz_seed", range(first, first + count))

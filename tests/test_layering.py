@@ -8,9 +8,10 @@ import streamkl
 ROOT = Path(streamkl.__file__).parent
 
 KERNELS, INSPECT = "streamkl.engines.triton.kernels", "streamkl.engines.triton.inspect"
+INDEXER, SPARSE = "streamkl.indexer", "streamkl.sparse"
 
 ALLOWED = {
-    "__init__.py": {"streamkl.api"},
+    "__init__.py": {"streamkl.api", "streamkl.sparse.diagnostics"},
     "__main__.py": {"streamkl.cli"},
     "api.py": {"streamkl.loss", "streamkl.reference", "streamkl.validation"},
     "loss.py": {"streamkl.ops", "streamkl.problem", "streamkl.sharding", "streamkl.validation"},
@@ -26,6 +27,21 @@ ALLOWED = {
     "problem.py": set(),
     "state.py": set(),
     "reference.py": set(),
+    "sparse/__init__.py": {f"{SPARSE}.diagnostics", f"{SPARSE}.scores", f"{SPARSE}.selection"},
+    "sparse/arguments.py": {"streamkl.api", "streamkl.problem", "streamkl.validation"},
+    "sparse/scores.py": {f"{SPARSE}.arguments", "streamkl.problem"},
+    "sparse/selection.py": {f"{SPARSE}.arguments", f"{SPARSE}.scores", "streamkl.problem"},
+    "sparse/diagnostics.py": {
+        f"{SPARSE}.arguments",
+        f"{SPARSE}.scores",
+        f"{SPARSE}.selection",
+        "streamkl.problem",
+    },
+    "indexer/__init__.py": {f"{INDEXER}.base", f"{INDEXER}.head", f"{INDEXER}.lightning", f"{INDEXER}.rope"},
+    "indexer/rope.py": set(),
+    "indexer/base.py": {"streamkl.api", f"{INDEXER}.rope", f"{SPARSE}.scores", f"{SPARSE}.selection"},
+    "indexer/head.py": {f"{INDEXER}.base", f"{INDEXER}.rope"},
+    "indexer/lightning.py": {f"{INDEXER}.base", f"{INDEXER}.rope"},
     "engines/__init__.py": {"streamkl.problem", "streamkl.state"},
     "engines/tiled.py": {"streamkl.problem", "streamkl.state"},
     "engines/cpu/__init__.py": {"streamkl.engines.cpu", "streamkl.problem", "streamkl.state"},

@@ -5,8 +5,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import streamkl
-from streamkl import attention_kl, attention_lse, ops
-from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+from streamkl import attention_kl, attention_lse, indexer_kl, ops
+from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -109,6 +109,71 @@ def test_gradcheck_of_both_divergences(divergence: str, activation: str | None) 
     leaves = [x.requires_grad_() for x in case.tensors.values()]
     options = {"divergence": divergence, "student_activation": activation, "causal": True, "reduction": "none"}
     assert torch.autograd.gradcheck(lambda *x: attention_kl(*x, **options), leaves)
+
+
+INDEXER_PATHS = {
+    "mixture": {"reduction": "none"},
+    "train": {"teacher_lse": True},
+    "unweighted": {"weight_dtype": None, "activation": None},
+    "topk": {"topk_indices": torch.stack([torch.randperm(7)[:4] for _ in range(10)]).view(2, 5, 4)},
+    "packed": {"batch": 1, "cu_seqlens": ([0, 2, 5], [0, 3, 7]), "reduction": "sum"},
+}
+"""One indexer for each way through the operators."""
+
+
+def small_indexer(path: str, **changes):
+    heads = IndexerHeads(4, 2, 3)
+    options = {"heads": heads, "tokens": (5, 7), "dims": (4, 4), "guard": False, **INDEXER_PATHS[path], **changes}
+    return make_indexer_case(0, **options)
+
+
+@pytest.mark.parametrize("path", INDEXER_PATHS)
+def test_gradcheck_of_an_indexer(path: str) -> None:
+    weight = {} if "weight_dtype" in INDEXER_PATHS[path] else {"weight_dtype": torch.float64}
+    case = small_indexer(path, dtypes=(torch.float64, torch.float64), **weight)
+    leaves = [x.requires_grad_(name in case.wanted) for name, x in case.tensors.items()]
+
+    def loss(*tensors):
+        return indexer_kl(*tensors, **case.options, teacher_lse=case.teacher_lse, backend="tiled")
+
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+def test_gradcheck_on_the_keys_that_rows_name() -> None:
+    case = small("paired", dtypes=(torch.float64, torch.float64), tokens=(5, 7), dims=(4, 4))
+    leaves = [x.requires_grad_() for x in case.tensors.values()]
+    topk = INDEXER_PATHS["topk"]["topk_indices"]
+    assert torch.autograd.gradcheck(lambda *x: attention_kl(*x, causal=True, topk_indices=topk), leaves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("path", INDEXER_PATHS)
+def test_compiled_indexer_equals_eager(path: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(indexer_kl, fullgraph=True, dynamic=dynamic)
+    case = small_indexer(path)
+    for (name, eager), ours in zip(run(case, indexer_kl).items(), run(case, compiled).values(), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("path", INDEXER_PATHS)
+def test_autocast_leaves_the_weights_of_an_indexer_alone(path: str) -> None:
+    case = small_indexer(path)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = run(case, indexer_kl)
+    case.tensors = {name: x if name == "index_w" else x.bfloat16() for name, x in case.tensors.items()}
+    for name, value in run(case, indexer_kl).items():
+        assert torch.equal(ours[name], value.float()), name
+        assert ours[name].dtype == torch.float32
+
+
+def test_an_indexer_whose_weights_alone_are_trained() -> None:
+    for path in ("mixture", "train"):
+        case = small_indexer(path)
+        everything = run(case, indexer_kl)
+        case.wanted = ("index_w",)
+        assert torch.equal(run(case, indexer_kl)["index_w"], everything["index_w"])
 
 
 @pytest.mark.slow
@@ -319,6 +384,8 @@ def test_meta_tensors_get_their_shapes() -> None:
     q, k = torch.empty(2, 4, 9, 8, device="meta"), torch.empty(2, 2, 13, 8, device="meta")
     assert attention_kl(q, k, q, k, reduction="none").shape == (2, 4, 9)
     assert attention_lse(q, k).shape == (2, 4, 9)
+    topk = torch.empty(2, 9, 5, dtype=torch.int64, device="meta")
+    assert indexer_kl(q, k, q, k[:, 0], q[..., 0].mT, topk_indices=topk, reduction="none").shape == (2, 1, 9)
 
 
 def test_a_float64_lse_beside_float32_keeps_its_digits() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import streamkl.ops
-from streamkl import attention_kl, attention_lse
+from streamkl import attention_kl, attention_lse, indexer_kl
 
 
 def tensors(**changes: object) -> dict:
@@ -110,6 +110,95 @@ BAD = {
         "got 6 and 2; detach teacher_q and teacher_k",
     ),
 }  # fmt: skip
+
+
+def index(**changes: object) -> dict:
+    call = {
+        "teacher_q": torch.randn(2, 6, 10, 16),
+        "teacher_k": torch.randn(2, 3, 12, 16),
+        "index_q": torch.randn(2, 4, 10, 8),
+        "index_k": torch.randn(2, 12, 8),
+        "index_w": torch.randn(2, 10, 4),
+    }
+    return {**call, **changes}
+
+
+def packed_index(**changes: object) -> dict:
+    call = {
+        "teacher_q": torch.randn(10, 6, 16),
+        "teacher_k": torch.randn(12, 3, 16),
+        "index_q": torch.randn(10, 4, 8),
+        "index_k": torch.randn(12, 8),
+        "index_w": torch.randn(10, 4),
+        "cu_seqlens_q": torch.tensor([0, 4, 10]),
+        "cu_seqlens_k": torch.tensor([0, 7, 12]),
+    }
+    return {**call, **changes}
+
+
+def named(*shape: int) -> torch.Tensor:
+    """Lists of pads."""
+    return torch.full(shape, -1)
+
+
+BAD_INDEXER = {
+    "index_k none": (lambda: index(index_k=None), "index_k must be a tensor: got NoneType"),
+    "index_k with heads": (lambda: index(index_k=z(2, 1, 12, 8)), "[batch, tokens, dim], one key for all index heads"),
+    "index_k packed with heads": (lambda: packed_index(index_k=z(12, 1, 8)), "[tokens, dim] with cu_seqlens, one key"),
+    "index_q of rank 3": (lambda: index(index_q=z(2, 10, 8)), "index_q must be of shape [batch, heads, tokens, dim]"),
+    "index dtypes differ": (lambda: index(index_k=z(2, 12, 8).half()), "index_q and index_k must share one dtype"),
+    "index head dim": (lambda: index(index_k=z(2, 12, 9)), "index_q and index_k must have the same head dim"),
+    "index keys": (lambda: index(index_k=z(2, 13, 8)), "teacher_k and index_k must have the same tokens"),
+    "index queries": (lambda: index(index_q=z(2, 4, 11, 8)), "teacher_q and index_q must have the same tokens"),
+    "no index heads": (lambda: index(index_q=z(2, 0, 10, 8)), "index_q must have at least one head"),
+    "weights a list": (lambda: index(index_w=[1.0]), "index_w must be a tensor: got list"),
+    "weights by heads": (lambda: index(index_w=z(2, 4, 10)), "index_w must be of shape [2, 10, 4]"),
+    "weights packed with a batch": (lambda: packed_index(index_w=z(1, 10, 4)), "index_w must be of shape [10, 4]"),
+    "weights of integers": (lambda: index(index_w=z(2, 10, 4).long()), "index_w must be float64, float32, bfloat16"),
+    "weights of float64": (lambda: index(index_w=z(2, 10, 4).double()), "got torch.float64 beside torch.float32"),
+    "weights elsewhere": (lambda: index(index_w=z(2, 10, 4, device="meta")), "index_w must be on the device"),
+    "activation": (lambda: index(activation="gelu"), "activation must be one of None, 'relu': got 'gelu'"),
+    "index_scale": (lambda: index(index_scale="1"), "index_scale must be a Python float: got '1'"),
+    "lse of the index heads": (lambda: index(teacher_lse=z(2, 4, 10)), "[2, 6, 10]: got [2, 4, 10]"),
+    "row weight of the index heads": (lambda: index(row_weight=z(2, 4, 10)), "[2, 1, 10] or [2, 10]: got [2, 4, 10]"),
+    "lists of the index heads": (lambda: index(topk_indices=named(2, 4, 10, 3)), "[2, 10, K] or [2, 1, 10, K]: got"),
+}
+BAD_TOPK = {
+    "a list": (lambda: tensors(topk_indices=[1]), "topk_indices must be a tensor: got list"),
+    "of the keys": (lambda: tensors(topk_indices=named(2, 12, 3)), "[2, 10, K] or [2, 2, 10, K]: got [2, 12, 3]"),
+    "of the teacher's heads": (lambda: tensors(topk_indices=named(2, 6, 10, 3)), "got [2, 6, 10, 3]"),
+    "packed with a batch": (lambda: packed(topk_indices=named(1, 10, 3)), "[10, K] or [2, 10, K]: got [1, 10, 3]"),
+    "of int16": (lambda: tensors(topk_indices=named(2, 10, 3).short()), "must be int32 or int64: got torch.int16"),
+    "a mask": (lambda: tensors(topk_indices=named(2, 10, 12) < 0), "must be int32 or int64: got torch.bool"),
+    "elsewhere": (lambda: tensors(topk_indices=named(2, 10, 3).to("meta")), "topk_indices must be on the device"),
+    "beyond the keys": (lambda: tensors(topk_indices=named(2, 10, 3) + 13), "from 0 to 11, or -1 for none: got a row"),
+    "below -1": (lambda: tensors(topk_indices=named(2, 10, 3) - 1), "got a row from -2 to -2"),
+    "twice": (lambda: tensors(topk_indices=named(2, 10, 3) + 5), "must not name a key twice in a row: got 4"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INDEXER)
+def test_bad_input_of_an_indexer_is_refused_before_any_engine(name: str, no_engine: None) -> None:
+    call, message = BAD_INDEXER[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        indexer_kl(**call())
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["", "gradients"])
+@pytest.mark.parametrize("name", BAD_TOPK)
+def test_bad_lists_of_keys_are_refused_before_any_engine(name: str, wanted: bool, no_engine: None) -> None:
+    call, message = BAD_TOPK[name]
+    arguments = call()
+    arguments["student_q"].requires_grad_(wanted)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention_kl(**arguments)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention_kl(**arguments, backend="reference")
+
+
+def test_a_list_of_the_lse_must_serve_as_many_heads_as_another(no_engine: None) -> None:
+    with pytest.raises(ValueError, match="q heads must be a multiple of the lists: got 6 and 4"):
+        attention_lse(z(2, 6, 10, 8), z(2, 3, 10, 8), topk_indices=named(2, 4, 10, 3))
 
 
 @pytest.fixture

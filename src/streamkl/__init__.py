@@ -3,10 +3,11 @@
 from importlib.metadata import version as _version
 
 __version__ = _version("streamkl")
-__all__ = ["__version__", "attention_kl", "attention_lse", "indexer_kl"]
+__all__ = ["__version__", "attention_kl", "attention_lse", "attention_mass", "indexer_kl", "topk_recall"]
 
 try:
     from streamkl.api import attention_kl, attention_lse, indexer_kl
+    from streamkl.sparse.diagnostics import attention_mass, topk_recall
 except (ImportError, AttributeError, OSError) as _error:
     # A missing, broken or too old torch. The package itself still imports, so that `streamkl doctor` can say so.
     _reason = _error

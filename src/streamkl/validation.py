@@ -223,19 +223,18 @@ def check_topk(topk: Tensor | None, nk: int) -> None:
     """Checks that ``topk [B, lists, Nq, K]`` names keys from 0 to ``nk - 1``, or -1, and no key twice in a row."""
     if topk is None or not _may_read(topk) or topk.numel() == 0:
         return
-    rows = topk.flatten(0, 2)
-    for part in rows.split(max(1, TOPK_CHUNK // rows.shape[1])):
-        part = part.sort(-1).values
-        for wrong in (part[:, 0] < -1, part[:, -1] >= nk):
-            if bool(wrong.any()):
-                row = part[wrong][0]
-                raise ValueError(
-                    f"topk_indices must name keys from 0 to {nk - 1}, or -1 for none: got {row[0].item()} to "
-                    f"{row[-1].item()}"
-                )
-        twice = (part[:, 1:] == part[:, :-1]) & (part[:, 1:] >= 0)
+    rows = max(1, TOPK_CHUNK // topk.shape[3])
+    for part in (part for batch in topk for a_list in batch for part in a_list.split(rows)):
+        named = part.sort(-1).values
+        wrong = (named[:, 0] < -1) | (named[:, -1] >= nk)
+        if bool(wrong.any()):
+            least, largest = (named[wrong][0, n].item() for n in (0, -1))
+            raise ValueError(
+                f"topk_indices must name keys from 0 to {nk - 1}, or -1 for none: got a row from {least} to {largest}"
+            )
+        twice = (named[:, 1:] == named[:, :-1]) & (named[:, 1:] >= 0)
         if bool(twice.any()):
-            raise ValueError(f"topk_indices must not name a key twice in a row: got {part[:, 1:][twice][0].item()}")
+            raise ValueError(f"topk_indices must not name a key twice in a row: got {named[:, 1:][twice][0].item()}")
 
 
 def check_row_weight(row_weight: Tensor | None) -> None:

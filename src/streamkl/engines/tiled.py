@@ -130,7 +130,7 @@ def backward(
                 scores_a = side_a.scores(r, place)
                 shifted_a = _masked(side_a.logits(scores_a, place), place) - norm.m_a[at][:, None]
                 p = torch.exp(shifted_a - norm.ln_l_a[at][:, None])
-                da = _masked(shifted_a.sub_(shifted_b).sub_(mean[at][:, None]), place, 0.0).mul_(p)
+                da = _masked(shifted_a.sub_(shifted_b).sub_(mean[at][:, None]).mul_(p), place, 0.0)
                 grad_a.add(scores_a, da, weight, r, place)
             if grad_b is not None:
                 db = _masked(shifted_b.sub_(norm.ln_l_b[at][:, None]).exp_().sub_(p), place, 0.0)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import streamkl
 from streamkl import reference
-from streamkl.testing.problems import Case
+from streamkl.testing.problems import Case, mask_of
 
 EAGER_ROWS = 512
 """Over how many rows, of all runs together, the largest eager error is taken: few rows are run more often."""
@@ -57,11 +57,11 @@ class Errors(NamedTuple):
 
 
 def evaluate(function: Callable[..., Tensor], tensors: dict[str, Tensor], case: Case, **options: Any) -> Results:
-    """Runs a function with the signature of ``attention_kl`` forward, and backward if the case wants gradients.
+    """Runs a function with the signature of the case's forward, and backward if the case wants gradients.
 
     Args:
         function: What to run.
-        tensors: The four inputs by name: ``case.tensors`` or ``case.clean(...)``.
+        tensors: The inputs by name: ``case.tensors`` or ``case.clean(...)``.
         case: Names the gradients that are wanted and their upstream.
         options: Keyword arguments of the call.
     """
@@ -77,9 +77,9 @@ def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Te
     """Runs a case on an engine and holds it to the rule.
 
     Args:
-        case: From `random_case`.
+        case: From `random_case` or `random_indexer_case`.
         backend: The engine.
-        function: What to hold to the rule instead of ``streamkl.attention_kl``: called with the same arguments.
+        function: What to hold to the rule instead of the public function: called with the same arguments.
 
     Returns:
         Errors and bounds; the engine passes if ``worst <= 1``.
@@ -89,11 +89,11 @@ def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Te
         >>> check_accuracy(random_case(7)).worst <= 1
         True
     """
-    function = streamkl.attention_kl if function is None else function
-    ours = evaluate(function, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend=backend).named()
+    call: Callable[..., Tensor] = getattr(streamkl, case.function) if function is None else function
+    ours = evaluate(call, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend=backend).named()
     case = case.to("cpu")  # not every device has float64
     ours = {name: x.cpu() for name, x in ours.items()}
-    exact = evaluate(reference.attention_kl, case.clean(torch.float64), case, **case.options).named()
+    exact = evaluate(_definition(case), case.clean(torch.float64), case, **case.options).named()
     eager_error, lse_error = _eager_error(case), _lse_error(case)
     error, bound = {}, {}
     for name, value in ours.items():
@@ -106,6 +106,26 @@ def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Te
     return Errors(error, bound)
 
 
+def _definition(case: Case) -> Callable[..., Tensor]:
+    return getattr(reference, case.function)
+
+
+def _student(case: Case) -> str:
+    """How the tensors of the side that learns are called."""
+    return "index" if case.function == "indexer_kl" else "student"
+
+
+def _operands(case: Case, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The q and k of teacher and student, ``[B, heads, N, D]``."""
+    packed = case.options.get("cu_seqlens_q") is not None
+    operands = []
+    for name in ("teacher_q", "teacher_k", f"{_student(case)}_q", f"{_student(case)}_k"):
+        x = tensors[name]
+        x = x.unsqueeze(1) if name == "index_k" else x
+        operands.append(x.transpose(0, 1)[None] if packed else x)
+    return operands
+
+
 def _eager_error(case: Case) -> dict[str, float]:
     """The largest error of the eager implementation over several orders of the head dimensions.
 
@@ -113,22 +133,23 @@ def _eager_error(case: Case) -> dict[str, float]:
     scaled by the ratio of the roundings, and doubled, because then the reference may err as much as the engine.
     """
     tensors, scale = case.clean(), 1.0
-    if all(x.dtype == torch.float64 for x in tensors.values()):
+    itemsizes = [x.dtype.itemsize for name, x in tensors.items() if name != "index_w"]
+    if min(itemsizes) == 8:
         tensors = case.clean(torch.float32)
         scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     doubles = {name: x.double() for name, x in tensors.items()}
-    exact = evaluate(reference.attention_kl, doubles, case, **case.options).named()
+    exact = evaluate(_definition(case), doubles, case, **case.options).named()
     largest = dict.fromkeys(exact, 0.0)
     rng = torch.Generator().manual_seed(case.seed)
-    by_chance = min(x.dtype.itemsize for x in tensors.values()) >= 4
+    by_chance = min(itemsizes) >= 4
     for run in range(_eager_runs(case) if by_chance else 1):
         orders = {}
-        for side in ("teacher", "student"):
+        for side in ("teacher", _student(case)):
             dim = tensors[f"{side}_q"].shape[-1]
             order = torch.randperm(dim, generator=rng) if run else torch.arange(dim)
             orders[f"{side}_q"] = orders[f"{side}_k"] = order.to(case.upstream.device)
-        shuffled = {name: x[..., orders[name]] for name, x in tensors.items()}
-        eager = evaluate(reference.attention_kl, shuffled, case, **case.options).named()
+        shuffled = {name: x[..., orders[name]] if name in orders else x for name, x in tensors.items()}
+        eager = evaluate(_definition(case), shuffled, case, **case.options).named()
         for name, value in eager.items():
             wanted = exact[name][..., orders[name]] if name in orders else exact[name]
             largest[name] = max(largest[name], scale * _largest(value.double() - wanted))
@@ -140,15 +161,16 @@ def _eager_error(case: Case) -> dict[str, float]:
 def _eager_runs(case: Case) -> int:
     """How often eager is run: more often for few rows, less for a large problem."""
     rows = max(1, int((_weights(case) > 0).sum()))
-    pairs = max(1, _allowed(case).numel() * case.tensors["teacher_q"].shape[-3])
+    teacher_q, _, student_q, _ = _operands(case, case.tensors)
+    pairs = max(1, _allowed(case).numel() * max(teacher_q.shape[1], student_q.shape[1]))
     return max(1, min(64, max(4, EAGER_ROWS // rows), EAGER_PAIRS // pairs))
 
 
 def _summed_row_error(case: Case, tensors: dict[str, Tensor]) -> float:
     """The eager error of a reduced loss if no row's error cancelled another's."""
     options = {**case.options, "reduction": "none"}
-    eager = reference.attention_kl(**tensors, **options)
-    exact = reference.attention_kl(**{name: x.double() for name, x in tensors.items()}, **options)
+    eager = _definition(case)(**tensors, **options)
+    exact = _definition(case)(**{name: x.double() for name, x in tensors.items()}, **options)
     error = (eager.double() - exact).abs().sum()
     if case.options.get("reduction", "mean") == "mean":
         error = error / _weights(case).sum().clamp_min(torch.finfo(torch.float64).tiny)
@@ -158,8 +180,9 @@ def _summed_row_error(case: Case, tensors: dict[str, Tensor]) -> float:
 def _weights(case: Case) -> Tensor:
     """The weight of each row, ``[B, R, Nq]``: 0 where it sees no key."""
     packed = case.options.get("cu_seqlens_q") is not None
-    q = case.tensors["student_q"].transpose(0, 1)[None] if packed else case.tensors["student_q"]
-    ones = torch.ones(q.shape[:3], dtype=torch.float64, device=q.device)
+    batch, heads, rows, _ = _operands(case, case.tensors)[2].shape
+    shape = (batch, 1 if case.function == "indexer_kl" else heads, rows)
+    ones = torch.ones(shape, dtype=torch.float64, device=case.upstream.device)
     weight = case.options.get("row_weight")
     if weight is not None:
         weight = (weight[None] if packed else weight).double()
@@ -168,11 +191,10 @@ def _weights(case: Case) -> Tensor:
 
 
 def _allowed(case: Case) -> Tensor:
-    """Which pairs are allowed, ``[Nq, Nk]``."""
-    o, tokens = case.options, 0 if case.options.get("cu_seqlens_q") is not None else 2
-    nq, nk = (case.tensors[name].shape[tokens] for name in ("student_q", "student_k"))
-    mask = (o["causal"], o["window"], o.get("cu_seqlens_q"), o.get("cu_seqlens_k"))
-    return reference.allowed_pairs(nq, nk, *mask).to(case.upstream.device)
+    """Which pairs are allowed, ``[Nq, Nk]``, or ``[B, lists, Nq, Nk]`` where rows name their keys."""
+    teacher_q, teacher_k, _, _ = _operands(case, case.tensors)
+    mask = mask_of(case.options)
+    return reference.allowed_pairs(teacher_q.shape[2], teacher_k.shape[2], **mask).to(case.upstream.device)
 
 
 def _lse_error(case: Case) -> dict[str, float]:
@@ -185,23 +207,26 @@ def _lse_error(case: Case) -> dict[str, float]:
     if case.teacher_lse is None or not _reads_lse(case):
         return {}
     finite = case.teacher_lse[case.teacher_lse.isfinite()]
-    x = case.clean(torch.float64)
-    o = case.options
+    x, o, student = case.clean(torch.float64), case.options, _student(case)
     packed = o.get("cu_seqlens_q") is not None
-    if packed:
-        x = {name: value.transpose(0, 1)[None] for name, value in x.items()}
-    q, k = x["student_q"], x["student_k"]
-    allowed = _allowed(case)
-    a = reference.logits(x["teacher_q"], x["teacher_k"], o.get("teacher_scale"))
-    a_float = reference.logits(x["teacher_q"].float(), x["teacher_k"].float(), o.get("teacher_scale"))
-    a_of_float = reference.logits(
-        x["teacher_q"].float().double(), x["teacher_k"].float().double(), o.get("teacher_scale")
-    )
+    teacher_q, teacher_k, q, k = _operands(case, x)
+    scale = o.get("teacher_scale")
+    a = reference.logits(teacher_q, teacher_k, scale)
+    a_float = reference.logits(teacher_q.float(), teacher_k.float(), scale)
+    a_of_float = reference.logits(teacher_q.float().double(), teacher_k.float().double(), scale)
     eps, eps_float = torch.finfo(finite.dtype).eps, torch.finfo(torch.float32).eps
     delta = eps * _largest(finite) + eps / eps_float * _largest(a_float - a_of_float)
-    b = reference.logits(q, k, o.get("student_scale"))
-    log_q = reference.log_softmax(b.relu() if o.get("student_activation") else b, allowed)
-    p = reference.log_softmax(a, allowed).exp().unflatten(1, (q.shape[1], -1)).mean(2) * allowed
+
+    scores = reference.logits(q, k, o.get(f"{student}_scale"))  # [B, heads, Nq, Nk]
+    indexer = case.function == "indexer_kl"
+    scores = scores.relu() if (o.get("activation", "relu") if indexer else o.get("student_activation")) else scores
+    w = scores.new_ones(scores.shape[:3])
+    if "index_w" in x:
+        w = (x["index_w"][None] if packed else x["index_w"]).transpose(1, 2)
+    b = (scores * w[..., None]).sum(1, keepdim=True) if indexer else scores
+    allowed_a, allowed = (reference.for_heads(_allowed(case), n) for n in (a.shape[1], b.shape[1]))
+    log_q = reference.log_softmax(b, allowed)
+    p = (reference.log_softmax(a, allowed_a).exp() * allowed_a).unflatten(1, (b.shape[1], -1)).mean(2)
     distance = torch.where(p > 0, p * (p.log() - log_q).abs(), 0.0).sum(-1)
 
     weight = _weights(case)
@@ -209,21 +234,25 @@ def _lse_error(case: Case) -> dict[str, float]:
         weight = weight / weight.sum().clamp_min(torch.finfo(torch.float64).tiny)
     rows = delta * weight * (1 + 2 * distance)
     weight = weight * case.upstream.abs()
-    scale = q.shape[-1] ** -0.5 if (given := o.get("student_scale")) is None else given
-    moved = delta * abs(scale) * weight[..., None] * p
+    scale = q.shape[-1] ** -0.5 if (given := o.get(f"{student}_scale")) is None else given
+    moved = delta * weight[..., None] * p
+    moved_scores = abs(scale) * moved * w.abs()[..., None]
     repeats = q.shape[1] // k.shape[1]
-    dq = moved @ k.abs().repeat_interleave(repeats, 1)
-    dk = (moved.transpose(-1, -2) @ q.abs()).unflatten(1, (-1, repeats)).sum(2)
+    dq = moved_scores @ k.abs().repeat_interleave(repeats, 1)
+    dk = (moved_scores.transpose(-1, -2) @ q.abs()).unflatten(1, (-1, repeats)).sum(2)
     return {
         "loss": _largest(rows) if o.get("reduction") == "none" else rows.sum().item(),
-        "student_q": _largest(dq),
-        "student_k": _largest(dk),
+        f"{student}_q": _largest(dq),
+        f"{student}_k": _largest(dk),
+        f"{student}_w": _largest((moved * scores.abs()).sum(-1)),
     }
 
 
 def _reads_lse(case: Case) -> bool:
     """Whether the call has a use for the LSE: a group mean, or loss and student gradients in one sweep."""
     o = case.options
+    if case.function == "indexer_kl":
+        return True
     mixture = case.tensors["teacher_q"].shape[1] != case.tensors["student_q"].shape[1]  # heads, packed or not
     one_sweep = o.get("reduction") != "none" and not any(name.startswith("teacher") for name in case.wanted)
     return o.get("divergence", "forward") == "forward" and (mixture or one_sweep)

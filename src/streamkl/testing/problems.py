@@ -1,4 +1,6 @@
-"""Seeded problems over the whole contract of ``attention_kl``: `make_case` builds one, `random_case` draws one.
+"""Seeded problems over the whole contract: `make_case` builds one of ``attention_kl``, `random_case` draws one.
+
+``indexer_cases.py`` does the same for ``indexer_kl``.
 
 Every tensor sits in a larger one filled with nan, with random strides, so that a read outside of it shows. Rows that
 must not matter (they see no key, have weight 0, or lie past the last packed sequence) hold nan themselves, and so do
@@ -33,16 +35,18 @@ class Heads(NamedTuple):
 
 @dataclass
 class Case:
-    """One call of ``attention_kl``, the gradients asked of it, and what it should be compared with.
+    """One call of ``attention_kl`` or ``indexer_kl``, the gradients asked of it, and what it should be compared with.
 
     Attributes:
         seed: What its values were drawn with.
-        tensors: ``teacher_q``, ``teacher_k``, ``student_q``, ``student_k``.
+        tensors: ``teacher_q``, ``teacher_k``, ``student_q``, ``student_k``; of an indexer ``index_q``, ``index_k`` and
+            perhaps ``index_w`` instead of the student's.
         options: The keyword arguments, without ``teacher_lse``.
         teacher_lse: Rounded from float64; nan in rows that must not matter.
         wanted: The names of the tensors that want a gradient.
         upstream: The gradient of the loss, of the loss's shape.
         dead_rows: ``[Nq]`` of bool: rows that must not matter.
+        function: The name of the function that is called.
     """
 
     seed: int
@@ -52,6 +56,7 @@ class Case:
     wanted: tuple[str, ...]
     upstream: Tensor
     dead_rows: Tensor
+    function: str = "attention_kl"
 
     def to(self, device: str | torch.device) -> Case:
         """The same case on another device."""
@@ -61,7 +66,7 @@ class Case:
 
         tensors, options = ({name: move(x) for name, x in part.items()} for part in (self.tensors, self.options))
         lse, upstream, dead = move(self.teacher_lse), move(self.upstream), move(self.dead_rows)
-        return Case(self.seed, tensors, options, lse, self.wanted, upstream, dead)
+        return Case(self.seed, tensors, options, lse, self.wanted, upstream, dead, self.function)
 
     def clean(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The tensors with 0 in the rows that must not matter, contiguous; cast to ``dtype`` if given."""
@@ -114,8 +119,6 @@ def make_case(
         device: Where the tensors live; their values do not depend on it.
         options: Keyword arguments of ``attention_kl``.
     """
-    rng = random.Random(seed)
-    torch_rng = torch.Generator().manual_seed(seed)
     (nq, nk), packed = tokens, cu_seqlens is not None
     shapes = {
         "teacher_q": (batch, heads.teacher, nq, dims[0]),
@@ -123,48 +126,89 @@ def make_case(
         "student_q": (batch, heads.student, nq, dims[1]),
         "student_k": (batch, heads.student_kv, nk, dims[1]),
     }
+    torch_rng = torch.Generator().manual_seed(seed)
+    values = draw_values(torch_rng, shapes, dtypes, spread, offset)
+    options, allowed, dead = mask_options(seed, tokens, cu_seqlens, row_weight, {"causal": False, **options})
+    poison(values, allowed, dead)
+    if packed:
+        values = {name: x[0].transpose(0, 1) for name, x in values.items()}
+    lse = draw_lse(values, options, dead) if teacher_lse else None
+    rows = (heads.student, nq) if packed else (batch, heads.student, nq)
+    upstream = torch.randn(rows if options.get("reduction") == "none" else (), generator=torch_rng)
+    return place_case(Case(seed, values, options, lse, wanted, upstream, dead), guard, device)
+
+
+def draw_values(
+    rng: torch.Generator,
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    spread: tuple[float, float],
+    offset: tuple[float, float],
+) -> dict[str, Tensor]:
+    """The q and k of teacher and student, in this order, ``[B, heads, N, D]``."""
     values = {}
     for n, (name, shape) in enumerate(shapes.items()):
-        x = torch.randn(shape, generator=torch_rng) * (spread[n // 2] if name.endswith("_q") else 1.0)
+        x = torch.randn(shape, generator=rng) * (spread[n // 2] if name.endswith("_q") else 1.0)
         x[..., 0] += offset[n // 2]
         values[name] = x.to(dtypes[n // 2])
+    return values
 
-    options = {"causal": False, "window": None, **options}
+
+def mask_options(
+    seed: int,
+    tokens: tuple[int, int],
+    cu_seqlens: tuple[list[int], list[int]] | None,
+    row_weight: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """The options of the call; which pairs they allow, ``[lists, Nq, Nk]``; which rows must not matter, ``[Nq]``."""
+    options = {"window": None, **options}
     if cu_seqlens is not None:
         options["cu_seqlens_q"], options["cu_seqlens_k"] = (
             torch.tensor(starts, dtype=torch.int32 if seed % 2 else torch.int64) for starts in cu_seqlens
         )
-    mask: dict[str, Any] = {name: options.get(name) for name in ("causal", "window", "cu_seqlens_q", "cu_seqlens_k")}
-    allowed = reference.allowed_pairs(nq, nk, **mask)
-    dead = ~allowed.any(-1)
+    allowed = reference.allowed_pairs(*tokens, **mask_of(options))
+    allowed = allowed[None] if allowed.dim() == 2 else allowed.flatten(0, 1)
+    dead = ~allowed.any(-1).any(0)
     if row_weight is not None:
         options["row_weight"] = row_weight
-        dead = dead | (row_weight == 0).reshape(row_weight.shape[:-1].numel(), nq).all(0)
-    unseen = ~allowed[~dead].any(0)
-    for side in ("teacher", "student"):
-        values[f"{side}_q"][:, :, dead] = torch.nan
-        values[f"{side}_k"][:, :, unseen] = torch.nan
-    if packed:
-        values = {name: x[0].transpose(0, 1) for name, x in values.items()}
+        dead = dead | (row_weight == 0).reshape(row_weight.shape[:-1].numel(), tokens[0]).all(0)
+    return options, allowed, dead
 
-    lse = None
-    if teacher_lse:
-        q, k = (torch.where(values[name].isnan(), 0.0, values[name]).double() for name in TEACHER)
-        lse = reference.attention_lse(q, k, scale=options.get("teacher_scale"), **mask)
-        lse = torch.where(dead, torch.nan, lse).to(torch.float64 if torch.float64 in dtypes else torch.float32)
-    rows = (heads.student, nq) if packed else (batch, heads.student, nq)
-    upstream = torch.randn(rows if options.get("reduction") == "none" else (), generator=torch_rng)
 
-    def place(x: Tensor) -> Tensor:
+def mask_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that say which keys a row may see."""
+    return {name: options.get(name) for name in ("causal", "window", "cu_seqlens_q", "cu_seqlens_k", "topk_indices")}
+
+
+def poison(values: dict[str, Tensor], allowed: Tensor, dead: Tensor) -> None:
+    """Puts nan into the rows that must not matter, and into the keys that no other row sees."""
+    unseen = ~allowed[:, ~dead].any(1).any(0)
+    for name, x in values.items():
+        x[:, :, dead if name.endswith("_q") else unseen] = torch.nan
+
+
+def draw_lse(values: dict[str, Tensor], options: dict[str, Any], dead: Tensor) -> Tensor:
+    """The teacher's log-sum-exp from float64, in float32 unless an input is float64; nan in rows that do not matter."""
+    q, k = (torch.where(values[name].isnan(), 0.0, values[name]).double() for name in TEACHER)
+    lse = reference.attention_lse(q, k, scale=options.get("teacher_scale"), **mask_of(options))
+    wide = any(x.dtype == torch.float64 for x in values.values())
+    return torch.where(dead, torch.nan, lse).to(torch.float64 if wide else torch.float32)
+
+
+def place_case(case: Case, guard: bool, device: str | torch.device) -> Case:
+    """The case on a device, its tensors inside larger ones if they are to be guarded."""
+    rng = random.Random(case.seed)
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
         return _guarded(x, rng, device) if guard else x.to(device)
 
-    for name in ("row_weight", "cu_seqlens_q", "cu_seqlens_k"):
-        if options.get(name) is not None:
-            options[name] = place(options[name])
-    return Case(
-        seed, {name: place(x) for name, x in values.items()}, options, None if lse is None else place(lse),
-        wanted, upstream.to(device), dead.to(device),
-    )  # fmt: skip
+    options = {name: place(x) for name, x in case.options.items()}
+    tensors = {name: place(x) for name, x in case.tensors.items()}
+    lse, upstream, dead = place(case.teacher_lse), case.upstream.to(device), case.dead_rows.to(device)
+    return Case(case.seed, tensors, options, lse, case.wanted, upstream, dead, case.function)
 
 
 def random_case(
@@ -174,6 +218,7 @@ def random_case(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     dims: tuple[int, ...] = DIMS,
     max_tokens: int = 96,
+    topk: bool = False,
 ) -> Case:
     """Draws one problem of the contract; the same seed gives the same problem.
 
@@ -183,6 +228,7 @@ def random_case(
         dtypes: The dtypes to draw the teacher's and the student's from.
         dims: The head dims to draw from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
+        topk: Whether rows name their keys.
 
     Example:
         >>> from streamkl.testing import check_accuracy, random_case
@@ -198,18 +244,16 @@ def random_case(
     packed = rng.random() < 0.35
     batch = drawn["batch"] = 1 if packed else rng.choice((1, 1, 2, 3))
     if packed:
-        drawn["tokens"], drawn["cu_seqlens"] = _draw_sequences(rng, max_tokens)
+        drawn["tokens"], drawn["cu_seqlens"] = draw_sequences(rng, max_tokens)
     else:
         nq = rng.choice((0, 1, 2)) if rng.random() < 0.1 else rng.randint(3, max_tokens)
         nk = nq if rng.random() < 0.5 else rng.randint(0 if rng.random() < 0.1 else 1, max_tokens)
         drawn["tokens"] = (nq, nk)
     drawn["causal"] = rng.random() < 0.5
-    drawn["window"] = _draw_window(rng, max_tokens)
+    drawn["window"] = draw_window(rng, max_tokens)
     drawn["teacher_lse"] = rng.random() < 0.5
     if rng.random() < 0.5:
-        drawn["row_weight"] = _draw_row_weight(
-            rng, batch, heads.student, drawn["tokens"][0], packed, drawn["dtypes"][1]
-        )
+        drawn["row_weight"] = draw_row_weight(rng, batch, heads.student, drawn["tokens"][0], packed, drawn["dtypes"][1])
     for name in ("teacher_scale", "student_scale"):
         drawn[name] = None if rng.random() < 0.6 else rng.choice((0.05, 0.3, 1.0))
     drawn["spread"] = (rng.choice((0.3, 1.0, 3.0)), rng.choice((0.3, 1.0, 3.0)))
@@ -219,6 +263,9 @@ def random_case(
     if heads.teacher == heads.student:
         drawn["divergence"] = rng.choice(("forward", "forward", "reverse"))
         drawn["wanted"] = rng.choice((STUDENT, STUDENT, TEACHER, STUDENT + TEACHER))
+    if topk:
+        lists = rng.choice((None, heads.student))
+        drawn["topk_indices"] = draw_topk(rng, batch, lists, drawn["tokens"], drawn.get("cu_seqlens"))
     return make_case(seed, device=device, **drawn)
 
 
@@ -232,14 +279,15 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _draw_window(rng: random.Random, max_tokens: int) -> tuple[int, int] | None:
+def draw_window(rng: random.Random, max_tokens: int) -> tuple[int, int] | None:
+    """No window, or one with any sides."""
     if rng.random() < 0.6:
         return None
     left, right = (rng.choice((-1, 0, 1, rng.randint(2, max_tokens))) for _ in range(2))
     return left, right
 
 
-def _draw_sequences(rng: random.Random, max_tokens: int) -> tuple[tuple[int, int], tuple[list[int], list[int]]]:
+def draw_sequences(rng: random.Random, max_tokens: int) -> tuple[tuple[int, int], tuple[list[int], list[int]]]:
     """Tokens and starts of a packed batch, some sequences empty, some tokens past the last one."""
     count = rng.randint(0, 4)
     starts_q, starts_k = [0], [0]
@@ -253,7 +301,38 @@ def _draw_sequences(rng: random.Random, max_tokens: int) -> tuple[tuple[int, int
     return (starts_q[-1] + slack_q, starts_k[-1] + slack_k), (starts_q, starts_k)
 
 
-def _draw_row_weight(
+def draw_topk(
+    rng: random.Random,
+    batch: int,
+    lists: int | None,
+    tokens: tuple[int, int],
+    cu_seqlens: tuple[list[int], list[int]] | None,
+) -> Tensor:
+    """The keys that rows name: any number in any order, pads anywhere, rows of pads alone, keys of other sequences."""
+    (nq, nk), lengths = tokens, [tokens[1]] * tokens[0]
+    if cu_seqlens is not None:
+        starts_q, starts_k = cu_seqlens
+        lengths = [0] * nq
+        for n in range(len(starts_q) - 1):
+            lengths[starts_q[n] : starts_q[n + 1]] = [starts_k[n + 1] - starts_k[n]] * (starts_q[n + 1] - starts_q[n])
+    columns = rng.choice((0, 1, nk, nk + 3, rng.randint(1, nk + 1))) if rng.random() < 0.3 else rng.randint(1, nk + 1)
+    pads = rng.choice((0.0, 0.0, 0.3, 0.9))
+    torch_rng = torch.Generator().manual_seed(rng.getrandbits(32))
+    topk = torch.full((batch, lists or 1, nq, columns), -1)
+    for row in topk.view(batch * (lists or 1), nq, columns).unbind(0):
+        for i, length in enumerate(lengths):
+            within = nk if rng.random() < 0.2 else length  # beyond its sequence, a row sees nothing
+            named = torch.randperm(within, generator=torch_rng)[:columns]
+            row[i, torch.randperm(columns, generator=torch_rng)[: len(named)]] = named
+    topk[torch.rand(topk.shape, generator=torch_rng) < pads] = -1
+    if rng.random() < 0.5:
+        topk[:, :, torch.rand(nq, generator=torch_rng) < 0.2] = -1
+    topk = topk.to(rng.choice((torch.int32, torch.int64)))
+    topk = topk if lists is not None else topk[:, 0]
+    return topk if cu_seqlens is None else topk[0]
+
+
+def draw_row_weight(
     rng: random.Random, batch: int, heads: int, nq: int, packed: bool, student_dtype: torch.dtype
 ) -> Tensor:
     """Weights a row or a row and head, some 0, whole rows of 0 among them."""

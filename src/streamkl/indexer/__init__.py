@@ -1,0 +1,11 @@
+"""Indexers as modules: what projects hidden states to index queries and keys, and trains by ``streamkl.indexer_kl``.
+
+They stand on the public functions and on ``streamkl.sparse``; nothing in the core imports them.
+"""
+
+from streamkl.indexer.base import Indexer, IndexTensors
+from streamkl.indexer.head import HeadIndexer
+from streamkl.indexer.lightning import LightningIndexer
+from streamkl.indexer.rope import apply_rope, rope_tables
+
+__all__ = ["HeadIndexer", "IndexTensors", "Indexer", "LightningIndexer", "apply_rope", "rope_tables"]

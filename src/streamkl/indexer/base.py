@@ -1,0 +1,210 @@
+"""What every indexer can do with the tensors it projects: dense scores, the loss, and a streaming top-k."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from streamkl.api import Backend, indexer_kl
+from streamkl.indexer.rope import LAYOUTS, Layout, apply_rope, rope_tables
+from streamkl.sparse.scores import index_scores
+from streamkl.sparse.selection import index_topk
+
+Activation = Literal["relu"] | None
+
+
+class IndexTensors(NamedTuple):
+    """What ``indexer_kl`` takes: ``index_q [B, J, N, D]``, ``index_k [B, N, D]``, ``index_w [B, N, J]`` or ``None``.
+
+    Packed: ``[T, J, D]``, ``[T, D]``, ``[T, J]``.
+    """
+
+    index_q: Tensor
+    index_k: Tensor
+    index_w: Tensor | None
+
+
+class Indexer(nn.Module, ABC):
+    """An indexer over one sequence of hidden states, which are its queries and its keys.
+
+    Hidden states are ``[B, N, hidden_dim]``, or packed ``[T, hidden_dim]`` with ``cu_seqlens``. A subclass writes
+    ``forward``. For other queries than keys (a chunk against a cache), call ``forward`` for each, and
+    ``streamkl.indexer_kl`` or ``streamkl.sparse.index_topk`` with what it returns.
+    """
+
+    def __init__(
+        self, head_dim: int, rope_dim: int, rope_layout: Layout, rope_base: float, activation: Activation
+    ) -> None:
+        super().__init__()
+        if not 0 <= rope_dim <= head_dim or rope_dim % 2:
+            raise ValueError(f"rope_dim must be even and at most head_dim, {head_dim}: got {rope_dim}")
+        if rope_layout not in LAYOUTS:
+            raise ValueError(f"rope_layout must be one of {', '.join(map(repr, LAYOUTS))}: got {rope_layout!r}")
+        if activation not in ("relu", None):
+            raise ValueError(f"activation must be 'relu' or None: got {activation!r}")
+        self.head_dim, self.rope_dim = head_dim, rope_dim
+        self.rope_layout: Layout = rope_layout
+        self.rope_base = rope_base
+        self.activation: Activation = activation
+
+    @abstractmethod
+    def forward(
+        self,
+        hidden: Tensor,
+        query: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> IndexTensors:
+        """Projects hidden states.
+
+        Args:
+            hidden: ``[B, N, hidden_dim]``, or packed ``[T, hidden_dim]``: gives the keys, and what else the kind of
+                indexer takes from it.
+            query: ``[B, N, query_dim]``, packed ``[T, query_dim]``: gives the queries; ``hidden`` if not given.
+            positions: ``[B, N]`` or ``[N]``, packed ``[T]``: from 0 on in each sequence if not given.
+            position_embeddings: ``(cos, sin)`` in place of positions, each ``[B, N, rope_dim]``, ``[1, N, rope_dim]``
+                or ``[N, rope_dim]``, as transformers' rotary embeddings return them.
+            cu_seqlens: ``[sequences + 1]``: where each packed sequence starts, and the end.
+        """
+
+    def scores(
+        self,
+        hidden: Tensor,
+        query: Tensor | None = None,
+        *,
+        causal: bool = True,
+        window: tuple[int, int] | None = None,
+        positions: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Every score, dense: ``[B, N, N]``, packed ``[T, T]``, ``-inf`` where a query may not see a key.
+
+        It is differentiable, and for small inputs: to look at, and to test with. ``loss`` and ``topk`` never build it.
+        """
+        q, k, w = self(
+            hidden, query, positions=positions, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens
+        )
+        return index_scores(
+            q, k, w, activation=self.activation, causal=causal, window=window, cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+        )  # fmt: skip
+
+    def loss(
+        self,
+        hidden: Tensor,
+        teacher_q: Tensor,
+        teacher_k: Tensor,
+        query: Tensor | None = None,
+        *,
+        causal: bool = True,
+        window: tuple[int, int] | None = None,
+        positions: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+        teacher_scale: float | None = None,
+        teacher_lse: Tensor | None = None,
+        row_weight: Tensor | None = None,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        deterministic: bool | None = None,
+        backend: Backend = "auto",
+    ) -> Tensor:
+        """``streamkl.indexer_kl`` of this indexer against a teacher: the KL from the mean of the teacher's heads.
+
+        ``hidden``, ``query`` and the teacher are constants here: the loss trains the indexer and nothing else, as in
+        DeepSeek-V3.2 and its relatives. Arguments that ``forward`` does not have are those of ``indexer_kl``.
+        """
+        q, k, w = self(
+            hidden.detach(),
+            None if query is None else query.detach(),
+            positions=positions,
+            position_embeddings=position_embeddings,
+            cu_seqlens=cu_seqlens,
+        )
+        return indexer_kl(
+            teacher_q.detach(), teacher_k.detach(), q, k, w, activation=self.activation, topk_indices=topk_indices,
+            teacher_scale=teacher_scale, teacher_lse=teacher_lse, causal=causal, window=window,
+            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, row_weight=row_weight, reduction=reduction,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def topk(
+        self,
+        hidden: Tensor,
+        k: int,
+        query: Tensor | None = None,
+        *,
+        causal: bool = True,
+        window: tuple[int, int] | None = None,
+        positions: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The ``k`` keys of the highest scores of each query: ``[B, N, k]``, packed ``[T, k]``, int32, -1 for no key.
+
+        Streaming, best first, equal scores by lower index: see `streamkl.sparse.index_topk`.
+        """
+        index_q, index_k, index_w = self(
+            hidden, query, positions=positions, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens
+        )
+        return index_topk(
+            index_q, index_k, index_w, topk=k, activation=self.activation, causal=causal, window=window,
+            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+        )  # fmt: skip
+
+    def _rotate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates ``q [B, N, J, D]`` and ``k [B, N, D]`` (packed ``[T, J, D]`` and ``[T, D]``)."""
+        if self.rope_dim == 0:
+            return q, k
+        if position_embeddings is None:
+            if positions is None:
+                positions = _positions(k.shape[-2], cu_seqlens, k.device)
+            position_embeddings = rope_tables(positions, self.rope_dim, self.rope_base)
+        elif positions is not None:
+            raise ValueError("positions and position_embeddings say the same thing: got both")
+        cos, sin = (_for_tokens(name, x, k) for name, x in zip(("cos", "sin"), position_embeddings, strict=True))
+        if cos.shape[-1] != self.rope_dim:
+            raise ValueError(f"position_embeddings must have rope_dim = {self.rope_dim} dims: got {cos.shape[-1]}")
+        q = apply_rope(q, cos.unsqueeze(-2), sin.unsqueeze(-2), self.rope_layout)
+        return q, apply_rope(k, cos, sin, self.rope_layout)
+
+
+def check_hidden(hidden: Tensor, query: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Checks the rank of hidden states, and that queries are as many as keys."""
+    wanted = "[batch, tokens, dim]" if cu_seqlens is None else "[tokens, dim] with cu_seqlens"
+    if hidden.dim() != (3 if cu_seqlens is None else 2):
+        raise ValueError(f"hidden must be of shape {wanted}: got {list(hidden.shape)}")
+    if query.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(f"query must have the tokens of hidden, {list(hidden.shape[:-1])}: got {list(query.shape)}")
+
+
+def _positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """``[tokens]``: positions from 0 on, in each packed sequence anew."""
+    positions = torch.arange(tokens, device=device)
+    if cu_seqlens is None:
+        return positions
+    sequence = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
+    return positions - cu_seqlens[sequence]
+
+
+def _for_tokens(name: str, table: Tensor, k: Tensor) -> Tensor:
+    """A table ``[B or 1, N, dim]`` or ``[N, dim]`` as one that broadcasts with ``k [B, N, D]`` or ``[T, D]``."""
+    if k.dim() == 2 and table.dim() == 3 and table.shape[0] == 1:  # transformers keeps a batch of 1 where it packs
+        table = table[0]
+    if table.dim() > k.dim() or table.shape[-2] != k.shape[-2] or table.shape[:-2] not in ((), (1,), k.shape[:-2]):
+        raise ValueError(f"{name} must be of shape {[*k.shape[:-1], 'rope_dim']}: got {list(table.shape)}")
+    return table

@@ -1,0 +1,190 @@
+"""What a selection of keys is worth: the attention mass it covers, and its recall of the best selection's keys."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from streamkl.problem import Sequence, Support
+from streamkl.sparse.arguments import AttentionArguments, attention_arguments, check_count, selected_arguments
+from streamkl.sparse.scores import attention_tile
+from streamkl.sparse.selection import select
+
+GATHERED = 2**22
+"""How many elements of gathered keys a block of rows may have: 16 MB in float32."""
+
+
+@torch.no_grad()
+def attention_mass(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lse: Tensor | None = None,
+    reduction: Literal["mean", "none"] = "mean",
+) -> Tensor:
+    """How much of attention's mass lies on the keys of a selection: what sparse attention on it would keep.
+
+    For query ``i`` it is the sum, over the listed keys, of the mean over heads of the softmax over all allowed keys.
+    Listed keys are gathered, so work is linear in ``Nq * K`` once the log-sum-exp is known, and nothing of size
+    ``Nq * Nk`` exists.
+
+    Args:
+        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``: the teacher's queries.
+        k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``.
+        indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: keys, in a packed batch counted from the
+            sequence's first, no key twice, -1 for none. Keys that a query may not see are ignored.
+        scale: Multiplies the products; ``1/sqrt(D)`` if not given.
+        causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
+        window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
+        cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
+        cu_seqlens_k: The same for the keys.
+        lse: ``[B, H, Nq]``, packed ``[H, Tq]``: what `streamkl.attention_lse` returns; computed if not given.
+        reduction: ``"mean"`` over the queries that see a key, 0 if there is none, or ``"none"``.
+
+    Returns:
+        From 0 to 1, float32 (float64 if the inputs are); with ``"none"`` ``[B, Nq]``, packed ``[Tq]``, and 0 for a
+        query that sees no key. Not differentiated.
+
+    Raises:
+        ValueError: An argument is wrong; the message says what was given and what was expected.
+
+    Example:
+        >>> import torch
+        >>> from streamkl import attention_mass
+        >>> q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)  # attends to all keys alike
+        >>> indices = torch.tensor([0, 1]).expand(1, 8, 2)
+        >>> attention_mass(q, k, indices, causal=False)
+        tensor(0.2500)
+    """
+    _check_reduction(reduction)
+    attention = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
+    chosen = selected_arguments(indices, attention)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    mass = torch.zeros(chosen.shape[:2], dtype=dtype, device=q.device)
+    block = max(1, GATHERED // max(1, chosen.shape[2] * q.shape[-1]))
+    counted = 0
+    for seq in attention.support.sequences():
+        first, last = attention.support.live_rows(seq)
+        counted += last - first
+        for start in range(first, last, block):
+            rows = slice(seq.q_start + start, seq.q_start + min(start + block, last))
+            keys = chosen[seq.batch, rows].long()
+            mass[seq.batch, rows] = _gathered_mass(attention, seq, rows, keys, dtype)
+    return _reduced(mass, counted, reduction, attention.packed)
+
+
+@torch.no_grad()
+def topk_recall(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    *,
+    topk: int | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lse: Tensor | None = None,
+    reduction: Literal["mean", "none"] = "mean",
+) -> Tensor:
+    """How many of the keys that attention attends to most are in a selection.
+
+    The oracle's keys of a query are the ``topk`` of the highest attention, mean over heads, equal ones by lower index
+    (`streamkl.sparse.oracle_topk`). They are found block by block and never stored together.
+
+    Args:
+        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``: the teacher's queries.
+        k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``.
+        indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: keys, in a packed batch counted from the
+            sequence's first, -1 for none.
+        topk: How many keys the oracle takes; ``K`` if not given.
+        scale: Multiplies the products; ``1/sqrt(D)`` if not given.
+        causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
+        window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
+        cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
+        cu_seqlens_k: The same for the keys.
+        lse: ``[B, H, Nq]``, packed ``[H, Tq]``: what `streamkl.attention_lse` returns; computed if not given.
+        reduction: ``"mean"`` over the queries that see a key, 0 if there is none, or ``"none"``.
+
+    Returns:
+        The share of the oracle's keys that are listed, from 0 to 1, float32; with ``"none"`` ``[B, Nq]``, packed
+        ``[Tq]``, and 0 for a query that sees no key. A query that sees fewer than ``topk`` keys has fewer to recall.
+
+    Raises:
+        ValueError: An argument is wrong; the message says what was given and what was expected.
+
+    Example:
+        >>> import torch
+        >>> from streamkl import topk_recall
+        >>> from streamkl.sparse import oracle_topk
+        >>> _ = torch.manual_seed(0)
+        >>> q, k = torch.randn(1, 8, 64, 32), torch.randn(1, 2, 64, 32)
+        >>> topk_recall(q, k, oracle_topk(q, k, topk=16))
+        tensor(1.)
+    """
+    _check_reduction(reduction)
+    attention = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
+    chosen = selected_arguments(indices, attention)
+    topk = chosen.shape[2] if topk is None else topk
+    check_count(topk)
+    recall = torch.zeros(chosen.shape[:2], device=q.device)
+    counted = 0
+    for batch, rows, oracle in select(attention.support, topk, lambda tile: attention_tile(attention, tile)):
+        listed = chosen[batch, rows].to(oracle.dtype).sort(-1).values
+        counted += listed.shape[0]
+        if listed.shape[1] == 0:
+            continue
+        at = torch.searchsorted(listed, oracle).clamp_(max=listed.shape[1] - 1)
+        found = (listed.gather(-1, at) == oracle) & (oracle >= 0)
+        recall[batch, rows] = found.sum(-1) / (oracle >= 0).sum(-1)
+    return _reduced(recall, counted, reduction, attention.packed)
+
+
+def _gathered_mass(
+    attention: AttentionArguments, seq: Sequence, rows: slice, keys: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The mass of ``keys [rows, K]``, mean over heads: ``[rows]``."""
+    allowed = _allowed(attention.support, seq, rows, keys)
+    keys = torch.where(allowed, keys, 0) + seq.k_start
+    heads, kv_heads = attention.q.shape[1], attention.k.shape[1]
+    group = heads // kv_heads
+    total = torch.zeros(keys.shape[0], dtype=dtype, device=keys.device)
+    for kv in range(kv_heads):
+        at = seq.batch, slice(kv * group, (kv + 1) * group), rows
+        gathered = attention.k[seq.batch, kv][keys].to(dtype)  # [rows, K, D]
+        a = attention.q[at].transpose(0, 1).to(dtype) @ gathered.mT * attention.scale  # [rows, group, K]
+        p = (a - attention.lse[at].mT[..., None].to(dtype)).exp_()
+        total += p.masked_fill_(~allowed[:, None], 0.0).sum((1, 2))
+    return total / heads
+
+
+def _allowed(support: Support, seq: Sequence, rows: slice, keys: Tensor) -> Tensor:
+    """Which of ``keys [rows, K]``, counted from the sequence's first, their row may see."""
+    on = torch.arange(rows.start, rows.stop, device=keys.device)[:, None] - seq.q_start + seq.diagonal
+    allowed = (keys >= 0) & (keys < seq.k_len)
+    if support.right is not None:
+        allowed &= keys <= on + support.right
+    if support.left is not None:
+        allowed &= keys >= on - support.left
+    return allowed
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"reduction must be 'mean' or 'none': got {reduction!r}")
+
+
+def _reduced(rows: Tensor, counted: int, reduction: str, packed: bool) -> Tensor:
+    """Row values ``[B, Nq]``, 0 in rows that do not count, or their mean over the ``counted`` ones."""
+    if reduction == "mean":
+        return rows.sum() / max(1, counted)
+    return rows[0] if packed else rows

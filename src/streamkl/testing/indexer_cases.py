@@ -1,0 +1,169 @@
+"""Seeded problems over the contract of ``indexer_kl``: `make_indexer_case` builds one, `random_indexer_case` draws one.
+
+They are as hostile as those of ``problems.py``: nan around every tensor, and wherever nothing may be read.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from streamkl.testing.problems import (
+    DTYPES,
+    Case,
+    draw_lse,
+    draw_row_weight,
+    draw_sequences,
+    draw_topk,
+    draw_values,
+    draw_window,
+    mask_options,
+    place_case,
+    poison,
+)
+
+INDEX = ("index_q", "index_k", "index_w")
+TEACHERS = ((1, 1), (2, 1), (4, 2), (6, 3), (8, 1), (9, 3), (24, 4))
+WIDE_TEACHERS = ((32, 8), (128, 1))
+TEACHER_DIMS = (16, 40, 59, 64, 128, 192, 576)
+INDEX_HEADS = (1, 1, 2, 3, 4, 8, 16, 32, 64)
+INDEX_DIMS = (16, 32, 59, 64, 128)
+
+
+class IndexerHeads(NamedTuple):
+    """Query and key heads of the teacher, and index heads."""
+
+    teacher: int = 4
+    teacher_kv: int = 2
+    indexer: int = 4
+
+
+def make_indexer_case(
+    seed: int = 0,
+    *,
+    heads: IndexerHeads = IndexerHeads(),  # noqa: B008
+    dims: tuple[int, int] = (32, 32),
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+    weight_dtype: torch.dtype | None = torch.float32,
+    batch: int = 2,
+    tokens: tuple[int, int] = (50, 50),
+    cu_seqlens: tuple[list[int], list[int]] | None = None,
+    teacher_lse: bool = False,
+    row_weight: Tensor | None = None,
+    wanted: tuple[str, ...] = INDEX,
+    spread: tuple[float, float] = (1.0, 1.0),
+    offset: tuple[float, float] = (0.0, 0.0),
+    guard: bool = True,
+    device: str | torch.device = "cpu",
+    **options: Any,
+) -> Case:
+    """Builds one problem; the same arguments give the same problem.
+
+    Args:
+        seed: Draws values, strides and upstream gradient.
+        heads: How many heads of each kind.
+        dims: Head dims of teacher and indexer.
+        dtypes: Dtypes of teacher and indexer.
+        weight_dtype: Dtype of ``index_w``; ``None`` for a call without weights.
+        batch: Batch size; 1 for packed sequences.
+        tokens: Queries and keys of a batch element, or of all packed sequences and what lies past them.
+        cu_seqlens: Starts of packed queries and keys.
+        teacher_lse: Whether the call is given one.
+        row_weight: ``[B, Nq]`` or ``[B, 1, Nq]``, packed ``[Tq]`` or ``[1, Tq]``.
+        wanted: The names of the tensors that want a gradient; ``index_w`` only if it is given.
+        spread: Standard deviations of teacher logits and index scores, about.
+        offset: Added to the first element of each query and key.
+        guard: Puts the tensors into larger ones filled with nan, with random strides.
+        device: Where the tensors live; their values do not depend on it.
+        options: Keyword arguments of ``indexer_kl``.
+
+    Example:
+        >>> from streamkl.testing import check_accuracy, make_indexer_case
+        >>> check_accuracy(make_indexer_case(3), backend="tiled").worst <= 1
+        True
+    """
+    (nq, nk), packed = tokens, cu_seqlens is not None
+    shapes = {
+        "teacher_q": (batch, heads.teacher, nq, dims[0]),
+        "teacher_k": (batch, heads.teacher_kv, nk, dims[0]),
+        "index_q": (batch, heads.indexer, nq, dims[1]),
+        "index_k": (batch, 1, nk, dims[1]),
+    }
+    rng = torch.Generator().manual_seed(seed)
+    values = draw_values(rng, shapes, dtypes, spread, offset)
+    weight = torch.randn(batch, nq, heads.indexer, generator=rng) * heads.indexer**-0.5
+    options, allowed, dead = mask_options(seed, tokens, cu_seqlens, row_weight, {"causal": True, **options})
+    poison(values, allowed, dead)
+    weight[:, dead] = torch.nan
+    if packed:
+        values = {name: x[0].transpose(0, 1) for name, x in values.items()}
+        weight = weight[0]
+    lse = draw_lse(values, options, dead) if teacher_lse else None
+    values["index_k"] = values["index_k"].squeeze(1)
+    if weight_dtype is not None:
+        values["index_w"] = weight.to(weight_dtype)
+    wanted = tuple(name for name in wanted if name in values)
+    rows = (1, nq) if packed else (batch, 1, nq)
+    upstream = torch.randn(rows if options.get("reduction") == "none" else (), generator=rng)
+    return place_case(Case(seed, values, options, lse, wanted, upstream, dead, "indexer_kl"), guard, device)
+
+
+def random_indexer_case(
+    seed: int,
+    *,
+    device: str | torch.device = "cpu",
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    max_tokens: int = 48,
+    topk: bool | None = None,
+) -> Case:
+    """Draws one problem of the contract of ``indexer_kl``; the same seed gives the same problem.
+
+    Args:
+        seed: Any integer.
+        device: Where the tensors live; their values do not depend on it.
+        dtypes: The dtypes to draw the teacher's and the indexer's from.
+        max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
+        topk: Whether rows name their keys; drawn if not given.
+
+    Example:
+        >>> from streamkl.testing import check_accuracy, random_indexer_case
+        >>> check_accuracy(random_indexer_case(3), backend="tiled").worst <= 1
+        True
+    """
+    rng = random.Random(seed)
+    drawn: dict[str, Any] = {}
+    teacher_dtype = rng.choice(dtypes)
+    index_dtype = teacher_dtype if rng.random() < 0.7 else rng.choice(dtypes)
+    drawn["dtypes"] = (teacher_dtype, index_dtype)
+    drawn["weight_dtype"] = rng.choice((None, torch.float32, index_dtype))
+    wide = rng.random() < 0.1
+    drawn["heads"] = IndexerHeads(*rng.choice(WIDE_TEACHERS if wide else TEACHERS), rng.choice(INDEX_HEADS))
+    drawn["dims"] = (rng.choice(TEACHER_DIMS), rng.choice(INDEX_DIMS))
+    max_tokens = min(max_tokens, 20) if wide or drawn["heads"].indexer > 16 else max_tokens
+    packed = rng.random() < 0.35
+    batch = drawn["batch"] = 1 if packed else rng.choice((1, 1, 2, 3))
+    if packed:
+        drawn["tokens"], drawn["cu_seqlens"] = draw_sequences(rng, max_tokens)
+    else:
+        nq = rng.choice((0, 1, 2)) if rng.random() < 0.1 else rng.randint(3, max_tokens)
+        nk = nq if rng.random() < 0.5 else rng.randint(0 if rng.random() < 0.1 else 1, max_tokens)
+        drawn["tokens"] = (nq, nk)
+    drawn["causal"] = rng.random() < 0.7
+    drawn["window"] = draw_window(rng, max_tokens)
+    drawn["teacher_lse"] = rng.random() < 0.65
+    if rng.random() < 0.4:
+        drawn["row_weight"] = draw_row_weight(rng, batch, 1, drawn["tokens"][0], packed, index_dtype)
+    for name in ("teacher_scale", "index_scale"):
+        drawn[name] = None if rng.random() < 0.6 else rng.choice((0.05, 0.3, 1.0))
+    drawn["spread"] = (rng.choice((0.3, 1.0, 3.0)), rng.choice((0.3, 1.0, 3.0)))
+    drawn["offset"] = (rng.choice((0, 0, 0, 2, 8)), rng.choice((0, 0, 0, 1, 3)))
+    drawn["activation"] = None if rng.random() < 0.3 else "relu"
+    drawn["reduction"] = rng.choice(("mean", "sum", "none"))
+    drawn["wanted"] = INDEX if rng.random() < 0.8 else (rng.choice(INDEX[:2]),)
+    if topk or (topk is None and rng.random() < 0.4):
+        lists = rng.choice((None, 1))
+        drawn["topk_indices"] = draw_topk(rng, batch, lists, drawn["tokens"], drawn.get("cu_seqlens"))
+    return make_indexer_case(seed, device=device, **drawn)

@@ -1,0 +1,207 @@
+"""What ``indexer_kl`` promises, on every engine that sums index heads."""
+
+import functools
+import random
+
+import pytest
+import torch
+
+from streamkl import attention_lse, indexer_kl
+from streamkl.engines import tiled
+from streamkl.testing import (
+    TEACHER,
+    Case,
+    IndexerHeads,
+    check_accuracy,
+    evaluate,
+    make_indexer_case,
+    random_indexer_case,
+)
+from streamkl.testing.problems import DTYPES
+
+pytestmark = pytest.mark.indexer
+
+MASKS = {
+    "none": {"causal": False},
+    "causal": {},
+    "window": {"causal": False, "window": (9, 4)},
+    "causal_window": {"window": (12, 5)},
+    "packed": {"batch": 1, "tokens": (63, 72), "cu_seqlens": ([0, 20, 20, 37, 60], [0, 31, 40, 44, 70])},
+}
+
+
+def assert_accurate(case: Case, backend: str) -> None:
+    if backend != "tiled" and any(x.dtype == torch.float64 for x in case.tensors.values()):
+        pytest.skip(f"the {backend} engine computes in float32")
+    errors = check_accuracy(case, backend, functools.partial(indexer_kl, deterministic=False))
+    assert errors.worst <= 1, f"{errors}; {case}"
+
+
+def test_random_indexer(fuzz_seed: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_random_problem_is_accurate(fuzz_seed, backend, monkeypatch, topk=False)
+
+
+@pytest.mark.topk
+def test_random_indexer_on_the_keys_that_rows_name(
+    fuzz_seed: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_random_problem_is_accurate(fuzz_seed, backend, monkeypatch, topk=True)
+
+
+def assert_random_problem_is_accurate(seed: int, backend: str, monkeypatch: pytest.MonkeyPatch, topk: bool) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(tiled, "BLOCK_Q", rng.choice((8, 16, 32)))
+    monkeypatch.setattr(tiled, "BLOCK_K", rng.choice((8, 16, 64)))
+    dtypes = tuple(d for d in DTYPES if backend == "tiled" or d != torch.float64)
+    assert_accurate(random_indexer_case(seed, dtypes=dtypes, max_tokens=24 if topk else 40, topk=topk), backend)
+
+
+def test_at_least_half_of_the_random_problems_give_the_teachers_lse() -> None:
+    cases = [random_indexer_case(seed, dtypes=(torch.float32,), max_tokens=8) for seed in range(100)]
+    assert sum(case.teacher_lse is not None for case in cases) >= 50
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5, 8, 64])
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
+def test_index_heads_with_and_without_relu_and_weights(teacher_lse, weighted, activation, heads, backend) -> None:
+    case = make_indexer_case(
+        1, heads=IndexerHeads(4, 2, heads), activation=activation, teacher_lse=teacher_lse,
+        weight_dtype=torch.float32 if weighted else None,
+    )  # fmt: skip
+    assert_accurate(case, backend)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (576, 128), (59, 33)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (24, 24), (32, 8), (128, 1)], ids=str)
+def test_teachers_of_any_heads_and_widths(heads, dims, backend) -> None:
+    assert_accurate(make_indexer_case(2, heads=IndexerHeads(*heads, 2), dims=dims, tokens=(20, 23)), backend)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
+def test_masks_and_reductions(teacher_lse, reduction, mask, backend) -> None:
+    options = {"tokens": (41, 50), "reduction": reduction, "teacher_lse": teacher_lse, **mask}
+    rows = options["tokens"][0]
+    weight = torch.rand((2, rows) if "batch" not in options else (rows,), generator=torch.Generator().manual_seed(3))
+    weight[..., weight.flatten()[:rows] < 0.3] = 0.0
+    assert_accurate(make_indexer_case(3, **options), backend)
+    assert_accurate(make_indexer_case(3, row_weight=weight, **options), backend)
+
+
+@pytest.mark.parametrize("teacher", DTYPES, ids=str)
+@pytest.mark.parametrize("index", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_dtypes_with_weights_of_float32_or_the_queries(reduction, index, teacher, backend) -> None:
+    for weight in {torch.float32, index}:
+        case = make_indexer_case(4, dtypes=(teacher, index), weight_dtype=weight, reduction=reduction, tokens=(20, 30))
+        assert_accurate(case, backend)
+        results = evaluate(indexer_kl, case.tensors, case, backend=backend, **case.options)
+        assert results.gradients["index_w"].dtype == weight
+        assert results.gradients["index_q"].dtype == index
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
+def test_an_indexer_equal_to_its_teacher_has_no_divergence(teacher_lse, dtype, backend) -> None:
+    q, k = (torch.randn(2, 1, n, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (70, 80))
+    lse = attention_lse(q, k, causal=True) if teacher_lse else None
+    index_q, index_k = q.clone().requires_grad_(), k[:, 0].clone().requires_grad_()
+    rows = indexer_kl(q, k, index_q, index_k, activation=None, teacher_lse=lse, reduction="none", backend=backend)
+    largest = (q.float() @ k.float().mT / 8).abs().max().item()
+    assert rows.abs().max() <= 1e-6 * (1 + largest), rows.abs().max()
+    loss = indexer_kl(q, k, index_q, index_k, activation=None, teacher_lse=lse, reduction="sum", backend=backend)
+    gradient = torch.autograd.grad(loss, index_q)[0].float()
+    assert gradient.abs().max() <= 1e-5 * k.float().abs().max(), gradient.abs().max()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_divergence_is_never_below_zero_but_for_rounding(seed: int, backend: str) -> None:
+    """With our own log-sum-exp; in every other problem the indexer is its teacher."""
+    case = random_indexer_case(seed, dtypes=(torch.float32, torch.bfloat16), max_tokens=30, topk=False)
+    x, options = case.clean(), {**case.options, "reduction": "none", "row_weight": None}
+    if seed % 2:
+        q, k = x["teacher_q"][:, :1], x["teacher_k"][:, :1]
+        x = {"teacher_q": q, "teacher_k": k, "index_q": q, "index_k": k.squeeze(1)}
+        options |= {"activation": None, "index_scale": options["teacher_scale"]}
+    mask = {name: options.get(name) for name in ("causal", "window", "cu_seqlens_q", "cu_seqlens_k")}
+    lse = attention_lse(x["teacher_q"], x["teacher_k"], scale=options["teacher_scale"], **mask)
+    rows = indexer_kl(**x, **options, teacher_lse=lse, backend=backend)
+    largest = torch.where(lse.isfinite(), lse.abs(), 0.0).max() if lse.numel() else 0.0
+    assert rows.numel() == 0 or rows.min() >= -1e-6 * (1 + largest), rows.min()
+
+
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dead", ["causal", "weight"])
+def test_dead_rows_are_zero_whatever_they_hold(dead, reduction, teacher_lse, backend) -> None:
+    weight = None
+    if dead == "weight":
+        weight = torch.ones(2, 40)
+        weight[:, [0, 3, 17, 39]] = 0.0
+    results = {}
+    for content in (0.0, torch.nan, torch.inf):
+        case = make_indexer_case(
+            5, tokens=(40, 25 if dead == "causal" else 40), row_weight=weight, reduction=reduction,
+            teacher_lse=teacher_lse, guard=False,
+        )  # fmt: skip
+        rows = case.dead_rows
+        assert rows.any()
+        for name in ("teacher_q", "index_q"):
+            case.tensors[name][:, :, rows] = content
+        case.tensors["index_w"][:, rows] = content
+        results[content] = evaluate(
+            indexer_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend=backend, **case.options
+        ).named()
+    first = results.pop(0.0)
+    for content, other in results.items():
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), f"{name} changed when dead rows held {content}"
+    assert not first["index_q"][:, :, rows].any()
+    assert not first["index_w"][:, rows].any()
+    assert first["index_w"][:, ~rows].any()
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, (5, 5)), (2, (0, 7)), (2, (7, 0))], ids=str)
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
+def test_nothing_gives_zero(teacher_lse, batch, tokens, backend) -> None:
+    case = make_indexer_case(6, batch=batch, tokens=tokens, teacher_lse=teacher_lse)
+    results = evaluate(indexer_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend=backend, **case.options)
+    for name, value in results.named().items():
+        assert torch.equal(value, torch.zeros_like(value)), name
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_teacher_is_a_constant(reduction, backend) -> None:
+    case = make_indexer_case(7, guard=False, tokens=(9, 9), reduction=reduction)
+    plain = evaluate(indexer_kl, case.tensors, case, backend=backend, **case.options).named()
+    leaves = {name: x.requires_grad_() for name, x in case.tensors.items()}
+    loss = indexer_kl(**leaves, **case.options, backend=backend)
+    loss.backward(case.upstream)
+    assert torch.equal(loss, plain["loss"])
+    assert torch.equal(leaves["index_k"].grad, plain["index_k"])
+    assert all(leaves[name].grad is None for name in TEACHER)
+
+
+def test_a_nan_in_a_live_row_is_not_swallowed_and_stays_in_its_row(backend) -> None:
+    for name, at in (("index_q", (0, 1, 7)), ("index_w", (0, 7, 2))):
+        case = make_indexer_case(8, tokens=(20, 20), reduction="none", guard=False)
+        case.tensors[name][at] = torch.nan
+        results = evaluate(indexer_kl, case.tensors, case, backend=backend, **case.options)
+        assert results.loss.isnan().nonzero().tolist() == [[0, 0, 7]]
+        nan_keys = results.gradients["index_k"].isnan().any(-1).nonzero().tolist()
+        assert nan_keys == [[0, key] for key in range(8)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_repeated_calls_are_bit_equal(reduction, backend) -> None:
+    case = make_indexer_case(9, reduction=reduction, dtypes=(torch.bfloat16, torch.bfloat16))
+    runs = [
+        evaluate(indexer_kl, case.tensors, case, deterministic=True, backend=backend, **case.options).named()
+        for _ in range(5)
+    ]
+    for run in runs[1:]:
+        for name, value in runs[0].items():
+            assert torch.equal(value, run[name]), name
