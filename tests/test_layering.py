@@ -76,7 +76,12 @@ ALLOWED = {
         "streamkl.problem",
         "streamkl.state",
     },
-    "engines/triton/inspect/report.py": {INSPECT, f"{INSPECT}.compiler", f"{INSPECT}.matrix"},
+    "engines/triton/inspect/report.py": {
+        INSPECT,
+        f"{INSPECT}.compiler",
+        f"{INSPECT}.matrix",
+        "streamkl.engines.triton.launch",
+    },
 }
 """The modules of the core, and what of the package each may import."""
 

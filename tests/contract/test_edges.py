@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from streamkl import attention_kl, attention_lse, reference
+from streamkl.engines.triton import architecture
+from streamkl.engines.triton.meta import Config
 from streamkl.testing import STUDENT, TEACHER, Heads, check_accuracy, evaluate, make_case
 
 
@@ -46,7 +48,7 @@ def test_tokens_past_the_last_sequence_do_not_matter(backend) -> None:
     assert torch.equal(results.gradients["student_k"][17:], torch.zeros(6, 4, 32))
 
 
-@pytest.mark.parametrize("heads", [Heads(3, 3, 3, 3), Heads(6, 2, 3, 3)], ids=["per_head", "groups"])
+@pytest.mark.parametrize("heads", [Heads(2, 2, 2, 2), Heads(4, 1, 2, 2)], ids=["per_head", "groups"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("dead", ["causal", "window", "weight"])
@@ -115,6 +117,8 @@ def test_constant_offsets_of_thousands(offset, heads, backend) -> None:
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 def test_a_million_keys(teacher_lse, backend, monkeypatch) -> None:
     monkeypatch.undo()  # real tiles: these keys would take the small ones minutes
+    if backend == "triton":
+        monkeypatch.setattr(architecture, "INTERPRETED", Config(rows=16, keys=4096, warps=1, stages=1))
     case = make_case(
         6, heads=Heads(2, 1, 1, 1), batch=1, tokens=(3, 1 << 20), dims=(16, 16), causal=True, guard=False,
         teacher_lse=teacher_lse,

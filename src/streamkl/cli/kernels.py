@@ -29,6 +29,7 @@ def run(targets: list[str], kinds: list[str], quick: bool, check: bool, output: 
         console.print(f"unknown target {', '.join(unknown)}; known are {', '.join(TARGETS)}")
         return 2
     wanted = [v for v in variants(targets or TARGETS, quick) if not kinds or v.kind in kinds]
+    order = {str(variant): n for n, variant in enumerate(wanted)}
     rows: list[Figures] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=progress_console, transient=True) as progress:
@@ -36,6 +37,7 @@ def run(targets: list[str], kinds: list[str], quick: bool, check: bool, output: 
         for variant, found in all_figures(wanted):
             progress.update(task, advance=1, description=str(variant))
             rows += found
+    rows.sort(key=lambda row: order[row.variant])
     show(rows, console)
     if output is not None:
         output.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")

@@ -219,6 +219,8 @@ def random_case(
     dims: tuple[int, ...] = DIMS,
     max_tokens: int = 96,
     topk: bool = False,
+    max_heads: int = 9,
+    max_batch: int = 3,
 ) -> Case:
     """Draws one problem of the contract; the same seed gives the same problem.
 
@@ -229,6 +231,8 @@ def random_case(
         dims: The head dims to draw from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
         topk: Whether rows name their keys.
+        max_heads: The most heads of the student; the teacher has up to three times as many.
+        max_batch: The most batch elements.
 
     Example:
         >>> from streamkl.testing import check_accuracy, random_case
@@ -239,10 +243,10 @@ def random_case(
     drawn: dict[str, Any] = {}
     teacher_dtype = rng.choice(dtypes)
     drawn["dtypes"] = (teacher_dtype, teacher_dtype if rng.random() < 0.7 else rng.choice(dtypes))
-    heads = drawn["heads"] = _draw_heads(rng)
+    heads = drawn["heads"] = _draw_heads(rng, max_heads)
     drawn["dims"] = (rng.choice(dims), rng.choice(dims))
     packed = rng.random() < 0.35
-    batch = drawn["batch"] = 1 if packed else rng.choice((1, 1, 2, 3))
+    batch = drawn["batch"] = 1 if packed else min(rng.choice((1, 1, 2, 3)), max_batch)
     if packed:
         drawn["tokens"], drawn["cu_seqlens"] = draw_sequences(rng, max_tokens)
     else:
@@ -269,8 +273,8 @@ def random_case(
     return make_case(seed, device=device, **drawn)
 
 
-def _draw_heads(rng: random.Random) -> Heads:
-    student = rng.choice((1, 1, 2, 3, 4, 6, 9))
+def _draw_heads(rng: random.Random, most: int) -> Heads:
+    student = rng.choice([n for n in (1, 1, 2, 3, 4, 6, 9) if n <= most])
     teacher = student * rng.choice((1, 1, 1, 2, 3))
     return Heads(teacher, rng.choice(_divisors(teacher)), student, rng.choice(_divisors(student)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import os
 
 import torch
@@ -113,8 +114,9 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     launches, made = plans.train(problem, inputs, norm, weight, architecture.of(device))
     launch.run_all(launches, device)
     s, acc = (_summed(x, weight) for x in (made.sum_p, made.sum_acc))
-    ln_l_a = norm.ln_l_a if problem.group == 1 else 0.0  # head by head, the sums leave the normaliser of a to us
-    kl = (acc / s + (norm.ln_l_b - ln_l_a)) - torch.log(s)
+    ln2 = math.log(2)
+    rounding = (norm.ln_l_b.double() - ln2 * made.b.l.double()).float()  # of log2 l_b, which the sweep read
+    kl = (ln2 * acc / s + rounding) - torch.log(s)
     loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, 0.0), 0.0).sum()
     gradients = Gradients(None, None, _summed(made.dq, inputs.b_q), made.dk)
     return loss, gradients, torch.where(weight == 0, 1.0, s)

@@ -9,139 +9,72 @@ from streamkl.engines.triton.meta import Config
 PROCESSORS = {"gfx942": 304, "gfx950": 256}
 """Compute units of the largest GPU of each."""
 
+KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group")
+"""Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
+
 MISALIGNED = {
-    "gfx942": {
-        "lse_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "paired_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "mixture_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "keys_one_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "keys_both_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "keys_group_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "queries_one_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "queries_group_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-    },
-    "gfx950": {
-        "lse_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "paired_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "mixture_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "keys_one_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "keys_both_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
-        "keys_group_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "queries_one_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-        "queries_group_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)},
-    },
+    **{f"{kind}_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)} for kind in KINDS},
+    "keys_both_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
 }
 """Where 16 bytes cannot be loaded at once, each element has a pointer of its own: small chunks."""
 
 FLOAT32 = {
-    **{
-        f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=64, chunk=32, grad=64)}
-        for kind in ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group")
-    },
+    **{f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=64, chunk=32, grad=64)} for kind in KINDS},
     **{
         f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=16, chunk=32, grad=32)}
         for kind in ("queries_one", "queries_group")
     },
 }
-"""float32 is multiplied without tensor cores, to keep its digits."""
+"""float32 is multiplied without the matrix cores, to keep its digits."""
 
-TABLES = {
-    "gfx942": {
-        "lse": {
-            64: Config(128, 64, 4, 2),
-            128: Config(128, 64, 4, 2),
-            256: Config(128, 64, 4, 2, hold=128),
-            1024: Config(128, 64, 4, 2, hold=128),
-        },
-        "paired": {
-            64: Config(128, 64, 4, 2),
-            128: Config(128, 64, 4, 2),
-            256: Config(128, 64, 4, 2, hold=128),
-            1024: Config(128, 64, 4, 2, hold=128),
-        },
-        "mixture": {
-            64: Config(128, 64, 4, 2),
-            128: Config(128, 64, 4, 2),
-            256: Config(128, 64, 4, 2, hold=128),
-            1024: Config(128, 64, 4, 2, hold=128),
-        },
-        "keys_one": {
-            64: Config(128, 64, 4, 1),
-            128: Config(128, 32, 4, 1),
-            256: Config(128, 32, 4, 1, hold=128),
-            1024: Config(128, 32, 4, 1, hold=128),
-        },
-        "keys_both": {
-            64: Config(128, 32, 4, 1),
-        },
-        "keys_group": {
-            64: Config(128, 64, 4, 1),
-            128: Config(128, 32, 4, 1),
-            256: Config(128, 32, 4, 1, hold=128),
-            1024: Config(128, 32, 4, 1, hold=128),
-        },
-        "queries_one": {
-            64: Config(128, 64, 4, 1),
-            128: Config(128, 64, 4, 1),
-            256: Config(128, 64, 4, 1, hold=128),
-            1024: Config(128, 64, 4, 1, hold=128),
-        },
-        "queries_group": {
-            64: Config(128, 64, 4, 1),
-            128: Config(128, 64, 4, 1),
-            256: Config(128, 64, 4, 1, hold=128),
-            1024: Config(128, 64, 4, 1, hold=128),
-        },
-        **MISALIGNED["gfx942"],
-        **FLOAT32,
+GFX942 = {
+    "lse": {
+        64: Config(128, 64, 4, 2),
+        128: Config(128, 64, 4, 2),
+        256: Config(128, 64, 4, 2, hold=128),
+        1024: Config(128, 64, 4, 2, hold=128),
     },
-    "gfx950": {
-        "lse": {
-            64: Config(128, 64, 4, 2),
-            128: Config(128, 64, 4, 2),
-            256: Config(128, 64, 4, 2, hold=128),
-            1024: Config(128, 64, 4, 2, hold=128),
-        },
-        "paired": {
-            64: Config(128, 64, 4, 2),
-            128: Config(128, 64, 4, 2),
-            256: Config(128, 64, 4, 2, hold=128),
-            1024: Config(128, 64, 4, 2, hold=128),
-        },
-        "mixture": {
-            64: Config(128, 64, 4, 2),
-            128: Config(128, 64, 4, 2),
-            256: Config(128, 64, 4, 2, hold=128),
-            1024: Config(128, 64, 4, 2, hold=128),
-        },
-        "keys_one": {
-            64: Config(128, 64, 4, 1),
-            128: Config(128, 32, 4, 1),
-            256: Config(128, 32, 4, 1, hold=128),
-            1024: Config(128, 32, 4, 1, hold=128),
-        },
-        "keys_both": {
-            64: Config(128, 32, 4, 1),
-        },
-        "keys_group": {
-            64: Config(128, 64, 4, 1),
-            128: Config(128, 32, 4, 1),
-            256: Config(128, 32, 4, 1, hold=128),
-            1024: Config(128, 32, 4, 1, hold=128),
-        },
-        "queries_one": {
-            64: Config(128, 64, 4, 1),
-            128: Config(128, 64, 4, 1),
-            256: Config(128, 64, 4, 1, hold=128),
-            1024: Config(128, 64, 4, 1, hold=128),
-        },
-        "queries_group": {
-            64: Config(128, 64, 4, 1),
-            128: Config(128, 64, 4, 1),
-            256: Config(128, 64, 4, 1, hold=128),
-            1024: Config(128, 64, 4, 1, hold=128),
-        },
-        **MISALIGNED["gfx950"],
-        **FLOAT32,
+    "paired": {
+        64: Config(128, 64, 4, 2),
+        128: Config(128, 64, 4, 2),
+        256: Config(128, 64, 4, 2, hold=128),
+        1024: Config(128, 64, 4, 2, hold=128),
     },
+    "mixture": {
+        64: Config(128, 64, 4, 2),
+        128: Config(128, 64, 4, 2),
+        256: Config(128, 64, 4, 2, hold=128),
+        1024: Config(128, 64, 4, 2, hold=128),
+    },
+    "keys_one": {
+        64: Config(128, 64, 4, 1),
+        128: Config(128, 32, 4, 1),
+        256: Config(128, 32, 4, 1, hold=128),
+        1024: Config(128, 32, 4, 1, hold=128),
+    },
+    "keys_both": {
+        64: Config(128, 32, 4, 1),
+    },
+    "keys_group": {
+        64: Config(128, 64, 4, 1),
+        128: Config(128, 32, 4, 1),
+        256: Config(128, 32, 4, 1, hold=128),
+        1024: Config(128, 32, 4, 1, hold=128),
+    },
+    "queries_one": {
+        64: Config(128, 64, 4, 1),
+        128: Config(128, 64, 4, 1),
+        256: Config(128, 64, 4, 1, hold=128),
+        1024: Config(128, 64, 4, 1, hold=128),
+    },
+    "queries_group": {
+        64: Config(128, 64, 4, 1),
+        128: Config(128, 64, 4, 1),
+        256: Config(128, 64, 4, 1, hold=128),
+        1024: Config(128, 64, 4, 1, hold=128),
+    },
+    **MISALIGNED,
+    **FLOAT32,
 }
+
+TABLES = {"gfx942": GFX942, "gfx950": GFX942}

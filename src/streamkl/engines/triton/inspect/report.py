@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +18,7 @@ import triton
 from streamkl.engines.triton.inspect import binary, budget
 from streamkl.engines.triton.inspect.compiler import compile_launch
 from streamkl.engines.triton.inspect.matrix import DIMS, KINDS, TARGETS, Variant, launches
+from streamkl.engines.triton.launch import Launch
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -43,7 +47,7 @@ class Figures(NamedTuple):
 
 
 def variants(targets: Iterable[str] = TARGETS, quick: bool = False) -> list[Variant]:
-    """What is compiled: bfloat16 aligned and float16 misaligned, so that each differs from the other in both.
+    """What is compiled: bfloat16, aligned and not, and float16 where its kernels differ, in those of gradients.
 
     Quick leaves the wide heads out, and of the targets all but one of each kind of tensor core.
     """
@@ -51,38 +55,51 @@ def variants(targets: Iterable[str] = TARGETS, quick: bool = False) -> list[Vari
     for arch in targets:
         if quick and arch not in ("sm_80", "sm_90", "gfx942"):
             continue
-        for kind in KINDS:
-            for dims in DIMS:
-                if (kind.endswith("_both") and max(dims) > 64) or (kind == "lse" and dims == (192, 128)):
-                    continue  # both sides' gradients are made apart; one side has one width
-                if quick and dims not in ((64, 64), (128, 128)):
-                    continue
-                found.append(Variant(arch, kind, dims, torch.bfloat16, True))
-                if not quick or (dims == (128, 128) and arch == "sm_90"):
-                    found.append(Variant(arch, kind, dims, torch.float16, False))
+        for kind, dims in itertools.product(KINDS, DIMS):
+            if (kind.endswith("_both") and max(dims) > 64) or (kind == "lse" and dims == (192, 128)):
+                continue  # both sides' gradients are made apart; one side has one width
+            if quick and dims not in ((64, 64), (128, 128)):
+                continue
+            found.append(Variant(arch, kind, dims, torch.bfloat16, True))
+            if quick and (dims != (128, 128) or arch != "sm_90"):
+                continue
+            gradient = kind not in ("lse", "paired", "mixture")
+            found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
+            if gradient and not quick:
+                found.append(Variant(arch, kind, dims, torch.float16, True))
     return found
 
 
 def figures(variant: Variant) -> list[Figures]:
     """The figures of each of a variant's kernels, compiled or remembered."""
-    path = _cache() / f"{_key(variant)}.json"
+    return [_remembered(variant, launch) for launch in launches(variant)]
+
+
+def all_figures(wanted: Sequence[Variant], processes: int | None = None) -> Iterator[tuple[Variant, list[Figures]]]:
+    """The figures of many variants as they are ready, compiled on all cores."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes or os.cpu_count(), context) as pool:
+        running = {pool.submit(figures, variant): variant for variant in wanted}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _remembered(variant: Variant, launch: Launch) -> Figures:
+    path = _cache() / f"{_key(variant, launch)}.json"
     if path.exists():
-        return [Figures(**row) for row in json.loads(path.read_text())]
-    rows = [_figures(variant, launch) for launch in launches(variant)]
+        return Figures(**json.loads(path.read_text()))
+    made = _figures(variant, launch)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps([row._asdict() for row in rows]))
+    temporary.write_text(json.dumps(made._asdict()))
     temporary.replace(path)
-    return rows
+    return made
 
 
-def all_figures(wanted: Iterable[Variant]) -> Iterator[tuple[Variant, list[Figures]]]:
-    """The figures of many variants, one after the other."""
-    for variant in wanted:
-        yield variant, figures(variant)
-
-
-def _figures(variant: Variant, launch: Any) -> Figures:
+def _figures(variant: Variant, launch: Launch) -> Figures:
     read = binary.read(compile_launch(launch, variant.arch, variant.aligned))
     half = variant.dtype != torch.float32
     clocks = budget.clocks(read, launch, variant.arch)
@@ -103,9 +120,10 @@ def _cache() -> Path:
     return Path(root) / "kernels"
 
 
-def _key(variant: Variant) -> str:
-    """Changes with the kernels, their configs, Triton and what is read of a binary."""
-    digest = hashlib.sha256(f"{triton.__version__} {variant} {os.environ.get('STREAMKL_CONFIGS')}".encode())
-    for path in sorted(PACKAGE.rglob("*.py")):
+def _key(variant: Variant, launch: Launch) -> str:
+    """Changes with the kernels, how the launch cuts them, Triton, and what is read of a binary."""
+    cut = (launch.kernel.__name__, launch.constants, launch.warps, launch.stages)
+    digest = hashlib.sha256(f"{triton.__version__} {variant} {cut}".encode())
+    for path in sorted([*(PACKAGE / "kernels").glob("*.py"), *(PACKAGE / "inspect").glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:24]

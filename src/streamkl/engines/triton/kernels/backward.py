@@ -28,10 +28,10 @@ from streamkl.engines.triton.kernels.primitives import (
     finite,
     key_tiles,
     load_tile,
+    log2_probabilities,
     masked_tile,
     my_block,
     packed_rows,
-    probabilities,
     row_pointers,
     row_tiles,
     target,
@@ -131,7 +131,8 @@ def _key_sweep(
             )
             r_la = tl.load(l_a + o_row, mask=m_live, other=IGNORED)
             b_a = shifted(b_sa, scale_a, r_ma, m_pair, A, MASKED)
-            b_p = probabilities(b_a, r_la)
+            b_za = log2_probabilities(b_a, r_la)
+            b_p = tl.exp2(b_za)
         else:
             o_row_a = (batch.to(tl.int64) * (units * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
             p_qa = row_pointers(q_a, strides_qa, batch, o_h * GROUP.size, q_start + o_i)
@@ -140,7 +141,7 @@ def _key_sweep(
                 p_ka, m_j, strides_ka[1], strides_ka[3], unit * GROUP.pack * GROUP.size, scale_a, m_pair,
                 ROWS, KEYS, A, GROUP, MASKED,
             )  # fmt: skip
-            b_a = b_p
+            b_a, b_za = b_p, b_p
 
         p_q = row_pointers(q_b, strides_qb, batch, o_h, q_start + o_i)
         b_qb = 0
@@ -151,9 +152,10 @@ def _key_sweep(
             b_qb = load_tile(p_q, m_qb, strides_qb[3], 0, B.dim, B.block, True)
         b_sb = _product(b_qb, b_kb, p_q, m_qb, strides_qb[3], p_kb, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, True)
         b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
+        b_zb = log2_probabilities(b_b, r_l)
 
         if LOSS:
-            s, acc = loss_terms(b_p, b_a, b_b, GROUP)
+            s, acc = loss_terms(b_p, b_za, b_zb, GROUP)
             tl.atomic_add(sum_p + o_row, s, mask=m_live & first_piece, sem="relaxed")
             tl.atomic_add(sum_acc + o_row, acc, mask=m_live & first_piece, sem="relaxed")
         if WANT_A:
@@ -166,7 +168,7 @@ def _key_sweep(
             if DQ:
                 _add_rows(dq_a + o_row * A.dim, m_live, b_d, b_kag, factor_a, g0_a, A)
         if WANT_B:
-            b_d = probabilities(b_b, r_l) * GROUP.size - b_p
+            b_d = tl.exp2(b_zb) * GROUP.size - b_p
             b_d = derivative(
                 b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, q_b.dtype.element_ty, BOOST_B, B, MASKED
             )
@@ -282,13 +284,14 @@ def _query_sweep(
                 b_qa, b_ka, p_qa, m_live, strides_qa[3], p_ja, m_j, strides_ka[3], extent[4], ROWS, KEYS, A, MASKED
             )
             b_a = shifted(b_sa, scale_a, r_ma, m_pair, A, MASKED)
-            b_p = probabilities(b_a, r_la)
+            b_za = log2_probabilities(b_a, r_la)
+            b_p = tl.exp2(b_za)
         else:
             b_p = target(
                 p_qa, p_ma, p_la, m_live, strides_qa[1], strides_qa[3], extent[0], extent[4], p_ja, m_j, strides_ka[1],
                 strides_ka[3], first_head, scale_a, m_pair, ROWS, KEYS, A, GROUP, MASKED,
             )  # fmt: skip
-            b_a = b_p
+            b_a, b_za = b_p, b_p
 
         p_j = p_kb + o_j.to(tl.int64) * strides_kb[2]
         b_kb = 0
@@ -300,9 +303,10 @@ def _query_sweep(
             b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, MASKED
         )
         b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
+        b_zb = log2_probabilities(b_b, r_l)
 
         if LOSS:
-            s, acc = loss_terms(b_p, b_a, b_b, GROUP)
+            s, acc = loss_terms(b_p, b_za, b_zb, GROUP)
             sum_p += s
             sum_acc += acc
         if WANT_A:
@@ -314,7 +318,7 @@ def _query_sweep(
                     b_ka = finite(b_ka)
             b_dqa = dot_add(b_d, b_ka, b_dqa, A.upcast)
         if WANT_B:
-            b_d = probabilities(b_b, r_l) * GROUP.size - b_p
+            b_d = tl.exp2(b_zb) * GROUP.size - b_p
             b_d = derivative(
                 b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, p_qb.dtype.element_ty, BOOST_B, B, MASKED
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.primitives import NONE, logits, mean_of, mixture_terms
+from streamkl.engines.triton.kernels.primitives import NONE, SMALLEST, logits, mean_of
 
 BOOST_A = tl.constexpr(64.0)
 BOOST_B = tl.constexpr(32768.0)
@@ -38,13 +38,17 @@ def derivative(
 
 
 @triton.jit
-def loss_terms(b_p, b_a, b_b, GROUP: tl.constexpr):
-    """``(sum p, sum p [ln p - b])`` of a tile's rows; head by head ``a`` stands for ``ln p``, off by a constant."""
+def loss_terms(b_p, b_log2_p, b_log2_q, GROUP: tl.constexpr):
+    """``(sum p, sum p [log2 p - log2 q])`` of a tile's rows, where ``p`` is a group's sum.
+
+    Each tile's sum is that of a part of a divergence, and small: many tiles add up without losing digits.
+    """
     if GROUP.size == 1:
-        return tl.sum(b_p, 1), tl.sum(b_p * (b_a - b_b), 1)
+        return tl.sum(b_p, 1), tl.sum(b_p * (b_log2_p - b_log2_q), 1)
     else:
         b_p = mean_of(b_p, GROUP)
-        return tl.sum(b_p, 1), tl.sum(mixture_terms(b_p, b_b), 1)
+        b_log2_p = tl.log2(tl.maximum(b_p, SMALLEST))
+        return tl.sum(b_p, 1), tl.sum(tl.where(b_p > SMALLEST, b_p * (b_log2_p - b_log2_q), b_p), 1)
 
 
 @triton.jit

@@ -283,9 +283,9 @@ def checked_maximum(m, m_live):
 
 
 @triton.jit
-def probabilities(b_x, l):
-    """``exp(x) / l`` of shifted logits, where ``l`` is given as ``log2``."""
-    return tl.exp2(tl.fma(b_x, tl.full(b_x.shape, LOG2E, tl.float32), tl.broadcast_to(-l[:, None], b_x.shape)))
+def log2_probabilities(b_x, l):
+    """``log2(exp(x) / l)`` of shifted logits, where ``l`` is given as ``log2``."""
+    return tl.fma(b_x, tl.full(b_x.shape, LOG2E, tl.float32), tl.broadcast_to(-l[:, None], b_x.shape))
 
 
 @triton.jit
@@ -311,7 +311,7 @@ def target(
                 b_s = dot(b_q, tl.trans(b_k), SIDE.upcast)
             m = tl.load(p_m, mask=m_q, other=0.0)
             l = tl.load(p_l, mask=m_q, other=0.0)
-            b_p += probabilities(logits(b_s, scale, SIDE) - m[:, None], l)
+            b_p += tl.exp2(log2_probabilities(logits(b_s, scale, SIDE) - m[:, None], l))
             p_q += stride_qh
             p_m += nq
             p_l += nq
