@@ -56,15 +56,15 @@ void head_gradient(float* head, const float* db, const Part& part, float factor,
   const Lanes scale = splat(factor);
   for (int64_t i = 0; i < part.i1 - part.i0; i += kLanes) {
     const Lanes by = weight[part.i0 + i] * scale;
-    Lanes sum[2] = {};
+    Lanes sum[4] = {};  // in several, to be exacter
     for (int64_t j = part.j0; j < part.j1; j++) {
       const Lanes x = load(head + j * kStrip + i), d = load(db + j * kStrip + i);
-      sum[j % 2] += d == 0.0f ? Lanes{} : d * logit<relu>(x, scale);
+      sum[j % 4] += d == 0.0f ? Lanes{} : d * logit<relu>(x, scale);
       Lanes dx = d == 0.0f ? Lanes{} : d * by;
       if constexpr (relu) dx = x * scale <= 0.0f ? Lanes{} : dx;
       store(head + j * kStrip + i, dx);
     }
-    store(d_weight.data + part.i0 + i, d_weight[part.i0 + i] + (sum[0] + sum[1]));
+    store(d_weight.data + part.i0 + i, d_weight[part.i0 + i] + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
   }
 }
 
