@@ -24,9 +24,8 @@ def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, t
         student_q, student_k = torch.randn(1, INDEX_HEADS, tokens, dim, dtype=dtype), student_k[:, 0]
     if path == "topk":
         rows, steps = torch.arange(tokens)[:, None], torch.arange(NAMED)
-        options["topk_indices"] = torch.where(steps <= rows, (rows - steps * (1 + rows // NAMED)).clamp_min(-1), -1)[
-            None
-        ]
+        spread = rows - steps * (1 + rows // NAMED)
+        options["topk_indices"] = torch.where(spread >= 0, spread, -1)[None]
     function = attention_kl if student_k.dim() == 4 else indexer_kl
     student_q.requires_grad_()
     student_k.requires_grad_()
