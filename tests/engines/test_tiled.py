@@ -89,16 +89,13 @@ def test_an_indexer_takes_one_teacher_sweep_for_loss_and_all_gradients(tokens, h
     assert products.gradients(TEACHER_DIM) == 0
 
 
-def test_index_heads_leave_fewer_rows_to_a_tile() -> None:
-    """Scores of 64 heads take no more room than those of eight."""
-    plain, index = (Side(64, 1, 64, torch.float32, 1.0, summed=summed) for summed in (False, True))
-    support, cpu = Support(1, 5000, 5000), torch.device("cpu")
-    assert tiled._blocks(support, cpu, plain) == (tiled.BLOCK_Q, tiled.BLOCK_K)
-    assert tiled._blocks(support, cpu, plain, index) == (tiled.BLOCK_Q // 8, tiled.BLOCK_K)
-    named = Support(1, 5000, 5000, topk=torch.empty(1, 1, 5000, 5000, device="meta"))
-    for dim in (16, 128, 576, 100_000):
-        rows, keys = tiled._blocks(named, cpu, Side(4, 4, dim, torch.float32, 1.0))
-        assert rows == 1 or rows * keys * dim <= tiled.TILES_HELD * tiled.BLOCK_Q * tiled.BLOCK_K
+def test_sixty_four_index_heads_take_no_more_rows_at_a_time_than_fit(blocks) -> None:
+    """The teacher's tiles stay whole: their products must be those of the sweep that normalised them."""
+    case = make_indexer_case(0, heads=IndexerHeads(2, 1, 64), dims=(TEACHER_DIM, STUDENT_DIM), tokens=(64, 64), batch=1)
+    shapes = count(case).shapes
+    rows = {first for first, inner, _ in shapes if inner == STUDENT_DIM}
+    assert max(rows) == tiled.TILES_HELD * BLOCK_Q
+    assert {first for first, inner, _ in shapes if inner == TEACHER_DIM} == {BLOCK_Q}
 
 
 def test_deterministic_gradients_of_named_keys_are_refused_on_a_gpu() -> None:
