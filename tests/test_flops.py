@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from streamkl import attention_kl, attention_lse, flops, reference
+from streamkl import attention_kl, attention_lse, flops, indexer_kl, reference
 from streamkl.problem import Support
-from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
 
 CASES = {
     "paired": ({"heads": Heads(4, 2, 4, 2), "wanted": STUDENT + TEACHER}, 2 + 2, 2 + 2),
@@ -28,6 +28,16 @@ def test_loss_and_gradients_count_the_products_over_allowed_pairs(name: str, cau
     heads = problem["heads"]
     expected = 2 * pairs * (teacher * heads.teacher * 24 + student * heads.student * 16)
     assert counter.get_total_flops() == expected
+
+
+@pytest.mark.parametrize("named", [None, 7])
+def test_an_indexer_counts_its_heads_and_the_keys_that_rows_name(named: int | None) -> None:
+    topk = None if named is None else torch.rand(2, 30, 40).argsort(-1)[..., :named]
+    case = make_indexer_case(0, heads=IndexerHeads(4, 2, 3), dims=(24, 16), tokens=(30, 40), topk_indices=topk)
+    with FlopCounterMode(display=False) as counter:
+        evaluate(indexer_kl, case.tensors, case, **case.options)
+    pairs = 2 * (int(reference.allowed_pairs(30, 40, True, None, None, None).sum()) if named is None else 30 * named)
+    assert counter.get_total_flops() == 2 * pairs * (2 * 4 * 24 + 4 * 3 * 16)
 
 
 def test_lse_of_packed_sequences() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 BACKENDS = ("auto", "reference", "triton", "cpu", "tiled")
 FARTHEST = 2**40
 """A window that is wider than any sequence, as people write with ``sys.maxsize``, has no bound on that side."""
-TOPK_CHUNK = 1 << 20
+TOPK_CHUNK = 1 << 17
 """How many indices are sorted at a time to see that none is there twice."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -27,8 +27,8 @@ def bench(*arguments: str) -> Any:
 
 
 def test_a_red_gate_prints_no_figure_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    logits = tiled._logits
-    monkeypatch.setattr(tiled, "_logits", lambda *args: logits(*args) * 1.01)
+    logits = tiled._Operand.score
+    monkeypatch.setattr(tiled._Operand, "score", lambda *args: logits(*args) * 1.01)
     monkeypatch.setattr(harness, "_measure", lambda *_: pytest.fail("nothing is measured behind a red gate"))
     result = bench("run", *SHAPE, "--output", str(tmp_path / "bench.jsonl"))
     assert result.exit_code == 1

@@ -41,8 +41,8 @@ def test_wrong_results_are_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     from streamkl.engines import tiled
 
     monkeypatch.setattr(engines, "PREFERENCE", ("tiled",))
-    logits = tiled._logits
-    monkeypatch.setattr(tiled, "_logits", lambda *args: logits(*args) * 1.001)
+    logits = tiled._Operand.score
+    monkeypatch.setattr(tiled._Operand, "score", lambda *args: logits(*args) * 1.001)
     report = examine()
     assert "wrong results on cpu" in report.errors[0][0]
 

@@ -36,8 +36,8 @@ def test_a_report_of_checks_and_timings(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_wrong_engine_fails_and_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(engines, "PREFERENCE", ("tiled",))
-    logits = tiled._logits
-    monkeypatch.setattr(tiled, "_logits", lambda *args: logits(*args) * 1.001)
+    logits = tiled._Operand.score
+    monkeypatch.setattr(tiled._Operand, "score", lambda *args: logits(*args) * 1.001)
     assert selfcheck.run(torch.device("cpu"), "tiled", 4, True, tmp_path / "here") == 1
     report = json.loads((tmp_path / "here.json").read_text())
     assert report["timings"] == []

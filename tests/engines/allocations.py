@@ -6,17 +6,27 @@ import sys
 
 import torch
 
-from streamkl import attention_kl, attention_lse
+from streamkl import attention_kl, attention_lse, indexer_kl
+
+INDEX_HEADS, NAMED = 8, 96
+"""Heads of an indexer, and keys that a row names."""
 
 
-def main(
-    tokens: int, dtype: torch.dtype, one_sweep: bool, backend: str, heads: int, teacher_dim: int, threads: int
-) -> None:
+def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, teacher_dim: int, threads: int) -> None:
     torch.set_num_threads(threads)
     dim, shares = 64, threads
     q, k = (torch.randn(1, n, tokens, teacher_dim, dtype=dtype) for n in (heads, 1))
     student_q, student_k = (torch.randn(1, 1, tokens, dim, dtype=dtype) for _ in range(2))
-    lse = attention_lse(q, k, causal=True) if one_sweep else None
+    options = {"causal": True, "backend": backend}
+    if path == "one_sweep":
+        options["teacher_lse"] = attention_lse(q, k, causal=True)
+    if path in ("topk", "indexer"):
+        student_q, student_k = torch.randn(1, INDEX_HEADS, tokens, dim, dtype=dtype), student_k[:, 0]
+    if path == "topk":
+        rows, steps = torch.arange(tokens)[:, None], torch.arange(NAMED)
+        spread = rows - steps * (1 + rows // NAMED)
+        options["topk_indices"] = torch.where(spread >= 0, spread, -1)[None]
+    function = attention_kl if student_k.dim() == 4 else indexer_kl
     student_q.requires_grad_()
     student_k.requires_grad_()
 
@@ -26,20 +36,21 @@ def main(
         getattr(hook, name).restype = ctypes.c_long
     # The CPU engine keeps an accumulator of dK for each thread that works on one head, in one piece.
     sizes = {
-        "gradients": (tokens * dim * 2, tokens * dim * 4),
+        "gradients": tuple(tokens * dim * size * n for size in (2, 4) for n in sorted({1, student_q.shape[1]})),
         "rows": (tokens, tokens * 4),
         "shares": (shares * tokens * dim * 4,),
     }
     for n, size in enumerate(sizes["gradients"] + sizes["rows"] + sizes["shares"]):
         hook.allocations_exclude(n, size)
+    gradients = len(sizes["gradients"])
     hook.allocations_count(1)
-    attention_kl(q, k, student_q, student_k, causal=True, teacher_lse=lse, backend=backend).backward()
+    function(q, k, student_q, student_k, **options).backward()
     hook.allocations_count(0)
     result = {
         "allocations": hook.allocations_made(),
         "scratch": hook.allocations_scratch_peak(),
-        "gradients": sum(hook.allocations_held_peak(n) for n in (0, 1)),
-        "rows": sum(hook.allocations_held_peak(n) for n in (2, 3)),
+        "gradients": sum(hook.allocations_held_peak(n) for n in range(gradients)),
+        "rows": sum(hook.allocations_held_peak(n) for n in range(gradients, gradients + len(sizes["rows"]))),
         "threads": shares,
     }
     print(json.dumps(result))
@@ -49,7 +60,7 @@ if __name__ == "__main__":
     main(
         int(sys.argv[1]),
         getattr(torch, sys.argv[2]),
-        sys.argv[3] == "one_sweep",
+        sys.argv[3],
         sys.argv[4],
         int(sys.argv[5]),
         int(sys.argv[6]),

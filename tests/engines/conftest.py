@@ -15,10 +15,10 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def allocations(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, int]]:
-    """A function of tokens, dtype, path (``one_sweep`` or ``two_sweeps``) and backend that gives a call's peaks.
+    """A function of tokens, dtype, path and backend that gives a call's peaks.
 
-    Bytes of scratch, number of gradients and their accumulators, of row vectors. Those are told by their sizes, which
-    no tile has where ``tokens`` is odd.
+    The path is ``one_sweep``, ``two_sweeps``, ``indexer`` or ``topk``. Peaks are bytes of scratch, number of gradients
+    and their accumulators, of row vectors. Those are told by their sizes, which no tile has where ``tokens`` is odd.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if sys.platform != "linux" or compiler is None:

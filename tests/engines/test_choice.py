@@ -1,6 +1,7 @@
 """Which engine a call gets, and why."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from streamkl import api, engines, validation
+from streamkl.problem import Problem, Side, Support
 
 CPU = torch.device("cpu")
 
@@ -32,6 +34,24 @@ def test_a_named_engine_never_falls_back(refusing: None) -> None:
     assert engines.choose("tiled", CPU).reason == "named by the caller"
     with pytest.raises(RuntimeError, match="backend='refusing' cannot run on cpu: refusing: no compiler for cpu"):
         engines.choose("refusing", CPU)
+
+
+@pytest.mark.parametrize("name", engines.PREFERENCE)
+def test_auto_finds_an_engine_for_indexers_and_named_keys_and_the_others_say_what_they_cannot(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    side = Side(4, 1, 16, torch.float32, 0.25)
+    problems = {
+        "does not sum index heads": Problem(side, replace(side, summed=True), Support(1, 8, 8)),
+        "does not take topk_indices": Problem(
+            side, side, Support(1, 8, 8, topk=torch.zeros(1, 1, 8, 1, dtype=torch.int64))
+        ),
+    }
+    for sentence, problem in problems.items():
+        refusal = engines.choose(name, CPU).engine.unsupported(CPU, problem)
+        assert refusal in (None, sentence)
+        assert engines.choose("auto", CPU, problem).engine.unsupported(CPU, problem) is None
 
 
 def test_backends_are_named_alike_everywhere() -> None:

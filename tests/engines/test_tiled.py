@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+import streamkl
 from streamkl import attention_kl
 from streamkl.engines import tiled
-from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+from streamkl.problem import Problem, Side, Support
+from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
 
 BLOCK_Q, BLOCK_K = 16, 24
 TEACHER_DIM, STUDENT_DIM = 40, 56
@@ -53,10 +55,9 @@ def causal_tiles(nq: int, nk: int) -> int:
 
 
 def count(case) -> Products:
+    function = getattr(streamkl, case.function)
     with Products() as products:
-        evaluate(
-            attention_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="tiled", **case.options
-        )  # fmt: skip
+        evaluate(function, case.tensors, case, teacher_lse=case.teacher_lse, backend="tiled", **case.options)
     return products
 
 
@@ -71,6 +72,38 @@ def test_one_teacher_sweep_for_loss_and_gradients_when_the_lse_is_given(tokens, 
     assert products.logits(STUDENT_DIM) == 2 * heads.student * tiles  # its LSE first, then the sweep
     assert products.gradients(STUDENT_DIM) == 2 * heads.student * tiles  # dQ and dK
     assert products.gradients(TEACHER_DIM) == 0
+
+
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
+@pytest.mark.parametrize("heads", [IndexerHeads(8, 2, 1), IndexerHeads(9, 3, 4), IndexerHeads(1, 1, 8)], ids=str)
+@pytest.mark.parametrize("tokens", [(100, 100), (50, 130)], ids=str)
+def test_an_indexer_takes_one_teacher_sweep_for_loss_and_all_gradients(tokens, heads, teacher_lse, blocks) -> None:
+    """And one more where the log-sum-exp is not given; its own heads are multiplied together."""
+    case = make_indexer_case(
+        0, heads=heads, dims=(TEACHER_DIM, STUDENT_DIM), tokens=tokens, batch=1, teacher_lse=teacher_lse
+    )
+    products, tiles = count(case), causal_tiles(*tokens)
+    assert products.logits(TEACHER_DIM) == (1 if teacher_lse else 2) * heads.teacher * tiles
+    assert products.logits(STUDENT_DIM) == 2 * tiles  # its LSE first, then the sweep
+    assert products.gradients(STUDENT_DIM) == 2 * tiles  # dQ and dK
+    assert products.gradients(TEACHER_DIM) == 0
+
+
+def test_sixty_four_index_heads_take_no_more_rows_at_a_time_than_fit(blocks) -> None:
+    """The teacher's tiles stay whole: their products must be those of the sweep that normalised them."""
+    case = make_indexer_case(0, heads=IndexerHeads(2, 1, 64), dims=(TEACHER_DIM, STUDENT_DIM), tokens=(64, 64), batch=1)
+    shapes = count(case).shapes
+    rows = {first for first, inner, _ in shapes if inner == STUDENT_DIM}
+    assert max(rows) == tiled.TILES_HELD * BLOCK_Q
+    assert {first for first, inner, _ in shapes if inner == TEACHER_DIM} == {BLOCK_Q}
+
+
+def test_deterministic_gradients_of_named_keys_are_refused_on_a_gpu() -> None:
+    side = Side(4, 4, 64, torch.float32, 1.0)
+    support = Support(1, 8, 8, topk=torch.empty(1, 1, 8, 3, device="meta"))
+    for deterministic, device, refused in ((True, "cuda", True), (True, "cpu", False), (False, "cuda", False)):
+        refusal = tiled.unsupported(torch.device(device), Problem(side, side, support, deterministic))
+        assert (refusal is not None and "not deterministic with topk_indices" in refusal) == refused
 
 
 def test_a_group_mean_without_lse_costs_one_sweep_more(blocks) -> None:
@@ -106,5 +139,16 @@ def test_scratch_does_not_grow_with_the_sequence(dtype: str, path: str, tokens: 
     assert long["allocations"] > 20_000, "the hook saw nothing"
     assert long["gradients"] <= 4, "two gradients, and their float32 accumulators"
     assert long["rows"] <= 14
+    assert long["scratch"] <= 64 << 20
+    assert abs(long["scratch"] - short["scratch"]) <= 0.1 * short["scratch"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["topk", "indexer"])
+def test_scratch_of_an_indexer_and_of_named_keys_does_not_grow_with_the_sequence(path: str, allocations) -> None:
+    short, long = (allocations(n, "bfloat16", path, "tiled") for n in (4097, 8193))
+    print(f"{path}: {short} at 4,097 tokens, {long} at 8,193")
+    assert long["allocations"] > 20_000, "the hook saw nothing"
+    assert long["gradients"] <= 6, "three gradients, and their float32 accumulators"
     assert long["scratch"] <= 64 << 20
     assert abs(long["scratch"] - short["scratch"]) <= 0.1 * short["scratch"]

@@ -7,14 +7,15 @@ import torch
 
 import streamkl
 from streamkl.engines import tiled
-from streamkl.testing import Case, Heads, check_accuracy, make_case, random_case
+from streamkl.problem import Support
+from streamkl.testing import Case, Heads, check_accuracy, make_case, make_indexer_case, random_case
 
 HALF = (torch.bfloat16, torch.bfloat16)
 
 
 def broken_logits(factor: float) -> Callable:
-    logits = tiled._logits
-    return lambda *args: logits(*args) * factor
+    score = tiled._Operand.score
+    return lambda *args: score(*args) * factor
 
 
 def failures(cases: list[Case], output: str) -> int:
@@ -33,14 +34,14 @@ def test_a_loss_rounded_to_bfloat16_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def test_logits_off_by_a_ten_thousandth_are_seen_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(0, causal=True)
     assert check_accuracy(case, "tiled").worst <= 1
-    monkeypatch.setattr(tiled, "_logits", broken_logits(1.0001))
+    monkeypatch.setattr(tiled._Operand, "score", broken_logits(1.0001))
     assert check_accuracy(case, "tiled").worst > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", [Heads(4, 2, 4, 2), Heads(4, 2, 1, 1)], ids=["per_head", "head_mean"])
 def test_a_scale_off_by_two_percent_is_seen_in_every_dtype(dtype, heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "_logits", broken_logits(1.02))
+    monkeypatch.setattr(tiled._Operand, "score", broken_logits(1.02))
     case = make_case(0, heads=heads, dtypes=(dtype, dtype), causal=True)
     assert check_accuracy(case, "tiled").worst > 1
 
@@ -55,15 +56,57 @@ def test_gradients_accumulated_in_the_inputs_dtype_are_seen(monkeypatch: pytest.
     cases = [make_case(seed, dtypes=HALF, tokens=(400, 30), dims=(16, 16), reduction="sum") for seed in range(6)]
     assert failures(cases, "student_k") == 0
     make = tiled._SideGradient.__init__
-    monkeypatch.setattr(
-        tiled._SideGradient, "__init__", lambda self, s, q, k, q_dtype, _: make(self, s, q, k, q_dtype, k.dtype)
-    )
+
+    def make_in_the_inputs_dtype(self, x, rounded: bool) -> None:
+        make(self, x, rounded)
+        self.k = self.k.to(x.k.dtype)
+
+    monkeypatch.setattr(tiled._SideGradient, "__init__", make_in_the_inputs_dtype)
     monkeypatch.setattr(tiled, "BLOCK_Q", 2)
     assert failures(cases, "student_k") >= 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
+def test_a_gradient_of_index_weights_off_by_two_percent_is_seen(teacher_lse, dtype, monkeypatch) -> None:
+    case = make_indexer_case(0, dtypes=(dtype, dtype), weight_dtype=dtype, teacher_lse=teacher_lse, dims=(64, 64))
+    assert check_accuracy(case, "tiled").worst <= 1
+    train = tiled.train
+
+    def broken(*args):
+        loss, gradients, mass = train(*args)
+        return loss, gradients._replace(b_w=gradients.b_w * 1.02), mass
+
+    monkeypatch.setattr(tiled, "train", broken)
+    errors = check_accuracy(case, "tiled")
+    assert errors.error["index_w"] > errors.bound["index_w"]
+    assert errors.error["index_q"] <= errors.bound["index_q"]
+
+
+def test_an_epsilon_in_the_logarithm_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_indexer_case(0, spread=(3.0, 1.0), teacher_lse=True)
+    assert check_accuracy(case, "tiled").worst <= 1
+    sums = tiled.mixture_sums
+    monkeypatch.setattr(tiled, "mixture_sums", lambda p, b: sums(p + 1e-8, b))
+    assert check_accuracy(case, "tiled").worst > 1
+
+
+def test_a_named_key_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    topk = torch.rand(2, 50, 50).argsort(-1)[..., :20]
+    case = make_case(0, topk_indices=topk)
+    assert check_accuracy(case, "tiled").worst <= 1
+    keys = Support.listed_keys
+
+    def without_the_seventh(support, tile):
+        named = keys(support, tile)
+        return torch.where(named == 7, -1, named)
+
+    monkeypatch.setattr(Support, "listed_keys", without_the_seventh)
+    assert check_accuracy(case, "tiled").worst > 1
+
+
 def test_a_nan_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "_logits", broken_logits(float("nan")))
+    monkeypatch.setattr(tiled._Operand, "score", broken_logits(float("nan")))
     assert check_accuracy(make_case(0), "tiled").worst == float("inf")
 
 

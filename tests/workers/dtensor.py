@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from streamkl import attention_kl, attention_lse
-from streamkl.testing import STUDENT, TEACHER, Heads, make_case
+from streamkl import attention_kl, attention_lse, indexer_kl
+from streamkl.testing import INDEX, STUDENT, TEACHER, Heads, IndexerHeads, make_case, make_indexer_case
 
 
-def run(tensors: dict, wanted: tuple, compiled: bool = False, **options: object) -> list:
-    function = torch.compile(attention_kl, fullgraph=True, backend="aot_eager") if compiled else attention_kl
+def run(tensors: dict, wanted: tuple, compiled: bool = False, function=attention_kl, **options: object) -> list:
+    function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
     leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in tensors.items()}
     loss = function(**leaves, **options)
     if loss.dim():
@@ -22,6 +22,35 @@ def run(tensors: dict, wanted: tuple, compiled: bool = False, **options: object)
 
 def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def named_keys(mesh) -> None:
+    """Indexers sharded by batch, with lists and without; heads sharded with one list for all, or one for each."""
+    dtypes = (torch.float64, torch.float64)
+    topk = torch.rand(2, 9, 11, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :4]
+    index = make_indexer_case(0, heads=IndexerHeads(4, 2, 2), dtypes=dtypes, tokens=(9, 11), guard=False)
+    heads = make_case(0, heads=Heads(8, 4, 4, 2), dtypes=dtypes, tokens=(9, 11), guard=False)
+    calls = [
+        (indexer_kl, index, INDEX, None, Shard(0)),
+        (indexer_kl, index, INDEX, topk, Shard(0)),
+        (indexer_kl, index, INDEX, topk, Replicate()),
+        (attention_kl, heads, STUDENT, topk, Shard(0)),
+        (attention_kl, heads, STUDENT, topk, Shard(1)),
+        (attention_kl, heads, STUDENT, topk[:, None].expand(2, 4, 9, 4).contiguous(), Shard(1)),
+    ]
+    for (function, case, wanted, lists, placement), reduction in itertools.product(calls, ("mean", "none")):
+        options = {"causal": True, "reduction": reduction}
+        expected = run(case.tensors, wanted, function=function, topk_indices=lists, **options)
+        tensors = {name: distribute_tensor(x, mesh, [placement]) for name, x in case.tensors.items()}
+        if lists is not None:
+            alone = placement == Shard(1) and lists.dim() == 3
+            lists = distribute_tensor(lists, mesh, [Replicate() if alone else placement])
+        got = run(tensors, wanted, function=function, topk_indices=lists, **options)
+        for name, ours, plain in zip(("loss", *wanted), got, expected, strict=True):
+            assert isinstance(ours, DTensor), name
+            torch.testing.assert_close(whole(ours), plain, rtol=1e-12, atol=1e-12, msg=f"{function} {placement} {name}")
+            if name != "loss":
+                assert ours.placements == (placement,), f"{name} was moved: {ours.placements}"
 
 
 def main() -> None:
@@ -58,6 +87,7 @@ def main() -> None:
     got = run(tensors, wanted, causal=True, compiled=True)
     for ours, plain in zip(got, expected, strict=True):
         torch.testing.assert_close(whole(ours), plain, rtol=1e-12, atol=1e-12)
+    named_keys(mesh)
     lse = attention_lse(tensors["teacher_q"], tensors["teacher_k"])
     assert isinstance(lse, DTensor)
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ indexer's. Where rows name their keys, a tile's keys are gathered, ``[rows, keys
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,7 +30,10 @@ DEVICE_BLOCK_Q, DEVICE_BLOCK_K = 2048, 2048
 """Rows and keys of a tile elsewhere, where a launch costs more than the memory."""
 
 TILES_HELD = 8
-"""How many tiles' worth of elements the scores of an indexer's heads, or gathered keys, may take: else fewer rows."""
+"""How many tiles' worth of scores an indexer may hold: with more heads, it takes a part of a tile's rows at a time."""
+
+LISTED_Q, LISTED_K = 8, 4
+"""By how much tiles of gathered keys are smaller, since each of their pairs takes a key of its own."""
 
 
 def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
@@ -45,12 +49,12 @@ def logsumexp(
     """``(m, ln l)`` of the side's logits, ``[B, distributions, Nq]`` of ``dtype``; ``(-inf, 0)`` for a dead row."""
     x = _Operand(side, q, k, w, dtype)
     m, ln_l = _rows(q, side.distributions, dtype, -torch.inf), _rows(q, side.distributions, dtype)
-    for head, tiles in _walk(support, side.distributions, q.device, side):
+    for head, tiles in _walk(support, side.distributions, q.device):
         at = _row_index(head, tiles)
         state = LogSumExp.identity(m[at])
         for tile in tiles:
             place = _place(support, tile, q.device)
-            state = state.merge(LogSumExp.of_tile(_masked(x.logits(x.scores(head, place), place), place)))
+            state = state.merge(LogSumExp.of_tile(x.tile(head, place)))
         m[at], ln_l[at] = _finished(state, _dead(support, tiles))
     return m, ln_l
 
@@ -64,13 +68,12 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Norma
         for start in (0.0, 0.0, -torch.inf, 0.0, -torch.inf, 0.0)
     )
     norm = Normalisers(*pairs)
-    for r, tiles in _walk(support, problem.distributions, device, problem.a, problem.b):
+    for r, tiles in _walk(support, problem.distributions, device):
         at = _row_index(r, tiles)
         state = PairedState.identity(kl[at])
         for tile in tiles:
             place = _place(support, tile, device)
-            a, b = (_masked(x.logits(x.scores(r, place), place), place) for x in (side_a, side_b))
-            state = state.merge(PairedState.of_tile(a, b, tile.masked))
+            state = state.merge(PairedState.of_tile(side_a.tile(r, place), side_b.tile(r, place), tile.masked))
         dead = _dead(support, tiles)
         norm.m_a[at], norm.ln_l_a[at] = _finished(LogSumExp(state.m_a, state.l_a), dead)
         norm.m_b[at], norm.ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b), dead)
@@ -86,14 +89,13 @@ def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) 
     kl, m_b, ln_l_b = (
         _rows(inputs.b_q, problem.distributions, problem.dtype, start) for start in (0.0, -torch.inf, 0.0)
     )
-    for r, tiles in _walk(support, problem.distributions, device, problem.a, problem.b):
+    for r, tiles in _walk(support, problem.distributions, device):
         at = _row_index(r, tiles)
         state = MixtureState.identity(kl[at])
         for tile in tiles:
             place = _place(support, tile, device)
             p = _target(side_a, problem.group, m_a, ln_l_a, r, place)
-            b = _masked(side_b.logits(side_b.scores(r, place), place), place)
-            state = state.merge(MixtureState.of_tile(p, b))
+            state = state.merge(MixtureState.of_tile(p, side_b.tile(r, place)))
         m_b[at], ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b), _dead(support, tiles))
         kl[at] = _or_nan(state.kl(), m_b[at])
     return kl, m_b, ln_l_b
@@ -116,26 +118,33 @@ def backward(
     side_a, side_b = _operands(problem, inputs)
     grad_a = _SideGradient(side_a, rounded=True) if want_a else None
     grad_b = _SideGradient(side_b, rounded=True) if want_b else None
-    for r, tiles in _walk(support, problem.distributions, device, problem.a, problem.b):
+    grads = [grad for grad in (grad_a, grad_b) if grad is not None]
+    for r, tiles in _walk(support, problem.distributions, device):
         at = _row_index(r, tiles)
-        weight = row_grad[at].to(problem.dtype)[:, None]
+        weight, m_b, ln_l_b = (x[at].to(problem.dtype)[:, None] for x in (row_grad, norm.m_b, norm.ln_l_b))
+        for grad in grads:
+            grad.begin(at)
         for tile in tiles:
             place = _place(support, tile, device)
-            scores_b = side_b.scores(r, place)
-            shifted_b = _masked(side_b.logits(scores_b, place), place) - norm.m_b[at][:, None]
+            da = scores_a = None
             if grad_a is None:
                 p = _target(side_a, problem.group, norm.m_a, norm.ln_l_a, r, place)
             else:
-                assert mean is not None, "side a wants gradients where its rows were paired"
                 scores_a = side_a.scores(r, place)
-                shifted_a = _masked(side_a.logits(scores_a, place), place) - norm.m_a[at][:, None]
-                p = torch.exp(shifted_a - norm.ln_l_a[at][:, None])
-                da = _masked(shifted_a.sub_(shifted_b).sub_(mean[at][:, None]).mul_(p), place, 0.0)
-                grad_a.add(scores_a, da, weight, r, place)
-            if grad_b is not None:
-                db = _masked(shifted_b.sub_(norm.ln_l_b[at][:, None]).exp_().sub_(p), place, 0.0)
-                grad_b.add(scores_b, db, weight, r, place)
-        for grad in filter(None, (grad_a, grad_b)):
+                da = _masked(side_a.logits(scores_a, place), place) - norm.m_a[at][:, None]
+                p = torch.exp(da - norm.ln_l_a[at][:, None])
+            for part in side_b.parts(place):
+                scores_b = side_b.scores(r, part)
+                db = _masked(side_b.logits(scores_b, part), part) - m_b[part.of_tile]
+                if da is not None:
+                    da[part.of_tile] -= db
+                if grad_b is not None:
+                    db = _masked(db.sub_(ln_l_b[part.of_tile]).exp_().sub_(p[part.of_tile]), part, 0.0)
+                    grad_b.add(scores_b, db, weight[part.of_tile], r, part)
+            if grad_a is not None and da is not None and scores_a is not None:
+                assert mean is not None, "side a wants gradients where its rows were paired"
+                grad_a.add(scores_a, _masked(da.sub_(mean[at][:, None]).mul_(p), place, 0.0), weight, r, place)
+        for grad in grads:
             grad.write_rows(at)
     d_a, d_b = ((None, None, None) if grad is None else grad.cast() for grad in (grad_a, grad_b))
     return Gradients(*d_a[:2], *d_b)
@@ -147,19 +156,22 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     side_a, side_b = _operands(problem, inputs)
     kl, mass = (_rows(inputs.b_q, problem.distributions, problem.dtype, start) for start in (0.0, 1.0))
     grad_b = _SideGradient(side_b, rounded=False)
-    for r, tiles in _walk(support, problem.distributions, device, problem.a, problem.b):
+    for r, tiles in _walk(support, problem.distributions, device):
         at = _row_index(r, tiles)
         s, acc = torch.zeros_like(kl[at]), torch.zeros_like(kl[at])
+        row_weight, m_b, ln_l_b = (x[at][:, None] for x in (weight, norm.m_b, norm.ln_l_b))
+        grad_b.begin(at)
         for tile in tiles:
             place = _place(support, tile, device)
             p = _target(side_a, problem.group, norm.m_a, norm.ln_l_a, r, place)
-            scores = side_b.scores(r, place)
-            b = _masked(side_b.logits(scores, place), place)
-            log_q = (b - norm.m_b[at][:, None]).sub_(norm.ln_l_b[at][:, None])
-            tile_s, tile_acc = mixture_sums(p, log_q)
-            s, acc = s + tile_s, acc + tile_acc
-            db = _masked(log_q.exp_().sub_(p), place, 0.0)
-            grad_b.add(scores, db, weight[at][:, None], r, place)
+            for part in side_b.parts(place):
+                rows = part.of_tile
+                scores = side_b.scores(r, part)
+                log_q = (_masked(side_b.logits(scores, part), part) - m_b[rows]).sub_(ln_l_b[rows])
+                tile_s, tile_acc = mixture_sums(p[rows], log_q)
+                s[rows] += tile_s
+                acc[rows] += tile_acc
+                grad_b.add(scores, _masked(log_q.exp_().sub_(p[rows]), part, 0.0), row_weight[rows], r, part)
         kl[at], mass[at] = mixture_kl(s, acc, 1.0), torch.where(weight[at] == 0, 1.0, s)
         grad_b.write_rows(at)
     loss = torch.where(weight != 0, weight * kl, 0.0).sum()
@@ -167,12 +179,16 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
 
 
 class _Place(NamedTuple):
-    """Where a tile is: its keys as a slice, or ``[rows, keys]`` of indices; and which pairs of it are not allowed."""
+    """Where a tile is: its keys as a slice, or ``[rows, keys]`` of indices; and which pairs of it are not allowed.
+
+    Of a part of a tile's rows, ``of_tile`` says which they are.
+    """
 
     batch: int
     rows: slice
     keys: slice | Tensor
     disallowed: Tensor | None
+    of_tile: slice = slice(None)
 
 
 class _Operand(NamedTuple):
@@ -209,12 +225,33 @@ class _Operand(NamedTuple):
         heads = self.heads(r)
         return self.score(self.q_tile(heads, place), self.k_tile(heads.start, place))
 
+    def parts(self, place: _Place) -> Iterator[_Place]:
+        """The tile, or parts of its rows in which the scores of all heads are not too many.
+
+        Tiles are cut, not made smaller, so that the other side's products are the same in every sweep, to the bit.
+        """
+        first, last = place.rows.start, place.rows.stop
+        step = max(1, TILES_HELD * _block(self.q.device)[0] // self.side.heads)
+        if not self.side.summed or isinstance(place.keys, Tensor) or last - first <= step:
+            yield place
+            return
+        for i in range(first, last, step):
+            rows = slice(i, min(i + step, last))
+            of_tile = slice(i - first, rows.stop - first)
+            disallowed = None if place.disallowed is None else place.disallowed[of_tile]
+            yield _Place(place.batch, rows, place.keys, disallowed, of_tile)
+
+    def tile(self, r: int, place: _Place) -> Tensor:
+        """The tile's logits, ``[rows, keys]``, ``-inf`` where masked."""
+        parts = [_masked(self.logits(self.scores(r, part), part), part) for part in self.parts(place)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def score(self, q: Tensor, k: Tensor) -> Tensor:
         """The scores ``[heads, rows, keys]`` of queries with the keys that they share."""
         if k.dim() == 2:
             x = torch.mm(q.flatten(0, 1), k.mT).unflatten(0, q.shape[:2])
         else:
-            x = torch.bmm(q.transpose(0, 1), k.mT).transpose(0, 1)
+            x = torch.bmm(q.transpose(0, 1).contiguous(), k.mT).transpose(0, 1)
         x.mul_(self.side.scale)
         return x.relu_() if self.side.relu else x
 
@@ -222,7 +259,11 @@ class _Operand(NamedTuple):
         """The tile's logits, ``[rows, keys]``, before the mask; of one head, the scores themselves."""
         if not self.side.summed:
             return scores[0]
-        return scores.sum(0) if self.w is None else torch.mul(scores, self.w_rows(place)).sum(0)
+        # One by one: in what order a reduction adds depends on the tile's shape, and two sweeps must agree to the bit.
+        x = torch.zeros_like(scores[0])
+        for score, w in zip(scores, itertools.repeat(1.0) if self.w is None else self.w_rows(place), strict=False):
+            x += score * w
+        return x
 
 
 def _operands(problem: Problem, inputs: Inputs) -> tuple[_Operand, _Operand]:
@@ -240,8 +281,13 @@ class _SideGradient:
         self.w = None
         if x.w is not None:
             self.w = torch.zeros(x.w.shape, dtype=x.w.dtype if rounded else x.dtype, device=x.w.device)
-        self.q_rows: Tensor | float = 0.0
-        self.w_rows: Tensor | float = 0.0
+
+    def begin(self, at: tuple[int, int, slice]) -> None:
+        """Begins a block of rows."""
+        heads, rows, dtype = self.x.heads(at[1]), at[2], self.x.dtype
+        shape = (heads.stop - heads.start, rows.stop - rows.start)
+        self.q_rows = torch.zeros(*shape, self.x.q.shape[3], dtype=dtype, device=self.q.device)
+        self.w_rows = torch.zeros(shape, dtype=dtype, device=self.q.device)
 
     def add(self, scores: Tensor, dx: Tensor, weight: Tensor, r: int, place: _Place) -> None:
         """Adds what a tile contributes, from its scores and its logits' unweighted derivative ``dx`` (overwritten).
@@ -255,7 +301,7 @@ class _SideGradient:
             dx = dx.expand_as(scores) if side.summed else dx[None]
         else:
             dx.mul_(weight).masked_fill_(weight == 0, 0.0)
-            self.w_rows = (_finite(scores) * dx).sum(-1) + self.w_rows
+            self.w_rows[:, place.of_tile] += (_finite(scores) * dx).sum(-1)
             dx = dx * (_finite(self.x.w_rows(place)) * side.scale)
         if side.relu:
             dx = dx.masked_fill(scores <= 0, 0.0)
@@ -265,11 +311,11 @@ class _SideGradient:
         if isinstance(place.keys, slice):
             dx = dx.reshape(-1, dx.shape[-1])
             dk[place.keys] += torch.mm(dx.mT, q_tile.flatten(0, 1))
-            self.q_rows = torch.mm(dx, k_tile).unflatten(0, q_tile.shape[:2]) + self.q_rows
+            self.q_rows[:, place.of_tile] += torch.mm(dx, k_tile).unflatten(0, q_tile.shape[:2])
         else:
             dx = dx.transpose(0, 1)  # [rows, J, keys]
             dk.index_add_(0, place.keys.flatten(), torch.bmm(dx.mT, q_tile.transpose(0, 1)).flatten(0, 1))
-            self.q_rows = torch.bmm(dx, k_tile).transpose(0, 1) + self.q_rows
+            self.q_rows += torch.bmm(dx, k_tile).transpose(0, 1)
 
     def write_rows(self, at: tuple[int, int, slice]) -> None:
         """Ends a block of rows."""
@@ -277,29 +323,26 @@ class _SideGradient:
         self.q[batch, self.x.heads(r), rows] = self.q_rows
         if self.w is not None:
             self.w[batch, :, rows] = self.w_rows
-        self.q_rows = self.w_rows = 0.0
 
     def cast(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The gradients in their inputs' dtypes."""
         return self.q, self.k.to(self.x.k.dtype), self.w
 
 
-def _walk(support: Support, heads: int, device: torch.device, *sides: Side) -> Iterator[tuple[int, list[Tile]]]:
+def _walk(support: Support, heads: int, device: torch.device) -> Iterator[tuple[int, list[Tile]]]:
     """Every head and block of live rows, with the tiles that the rows see."""
-    blocks = _blocks(support, device, *sides)
+    block_q, block_k = _block(device)
+    if support.topk is not None:
+        block_q, block_k = max(1, block_q // LISTED_Q), max(1, block_k // LISTED_K)
     for seq in support.sequences():
         for head in range(heads):
-            for tiles in support.tiles(seq, *blocks, support.list_of(head, heads)):
+            for tiles in support.tiles(seq, block_q, block_k, support.list_of(head, heads)):
                 yield head, tiles
 
 
-def _blocks(support: Support, device: torch.device, *sides: Side) -> tuple[int, int]:
-    """Rows and keys of a tile: fewer rows where each has many scores or gathered keys, so that scratch is bounded."""
-    block_q, block_k = (BLOCK_Q, BLOCK_K) if device.type == "cpu" else (DEVICE_BLOCK_Q, DEVICE_BLOCK_K)
-    a_pair = max(side.heads if side.summed else 1 for side in sides)
-    if support.topk is not None:
-        a_pair = max(a_pair, *(side.dim for side in sides))
-    return max(1, min(block_q, TILES_HELD * block_q // a_pair)), block_k
+def _block(device: torch.device) -> tuple[int, int]:
+    """Rows and keys of a tile."""
+    return (BLOCK_Q, BLOCK_K) if device.type == "cpu" else (DEVICE_BLOCK_Q, DEVICE_BLOCK_K)
 
 
 def _row_index(head: int, tiles: list[Tile]) -> tuple[int, int, slice]:

@@ -142,7 +142,7 @@ def random_indexer_case(
     wide = rng.random() < 0.1
     drawn["heads"] = IndexerHeads(*rng.choice(WIDE_TEACHERS if wide else TEACHERS), rng.choice(INDEX_HEADS))
     drawn["dims"] = (rng.choice(TEACHER_DIMS), rng.choice(INDEX_DIMS))
-    max_tokens = min(max_tokens, 20) if wide or drawn["heads"].indexer > 16 else max_tokens
+    max_tokens = min(max_tokens, 10 if wide else 20) if wide or drawn["heads"].indexer > 16 else max_tokens
     packed = rng.random() < 0.35
     batch = drawn["batch"] = 1 if packed else rng.choice((1, 1, 2, 3))
     if packed:
