@@ -58,9 +58,10 @@ def doctor() -> None:
 def kernels(
     target: list[str] = typer.Option([], help="Only this target, e.g. sm_90; may be given several times."),  # noqa: B008
     kind: list[str] = typer.Option([], help="Only this kind of kernel, e.g. paired; may be given several times."),  # noqa: B008
-    quick: bool = typer.Option(False, help="Head dims 64 and 128 on three targets, as in CI."),
+    dim: list[int] = typer.Option([], help="Only teachers with heads of this width; may be given several times."),  # noqa: B008
+    quick: bool = typer.Option(False, help="Head dims 64 and 128 on four targets, as in CI."),
     check: bool = typer.Option(False, help="Exit with 1 if a kernel is over its budget."),
-    output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
+    output: Path | None = typer.Option(None, help="Write the figures to this file too, .json or .md."),  # noqa: B008
 ) -> None:
     """Compiles every Triton kernel for GPUs that need not be there, and prints what the binaries say.
 
@@ -74,7 +75,7 @@ def kernels(
         from streamkl.cli.kernels import run
     except ImportError as error:
         sys.exit(f"Triton is needed to compile kernels: {error}")
-    sys.exit(run(target, kind, quick, check, output))
+    sys.exit(run(target, kind, dim, quick, check, output))
 
 
 @app.command()

@@ -18,7 +18,7 @@ CAPTION = (
 )
 
 
-def run(targets: list[str], kinds: list[str], quick: bool, check: bool, output: Path | None) -> int:
+def run(targets: list[str], kinds: list[str], dims: list[int], quick: bool, check: bool, output: Path | None) -> int:
     """Compiles, prints, and returns the exit code: 1 if ``check`` and a budget is broken."""
     console = Console()
     if not console.is_terminal:
@@ -28,7 +28,11 @@ def run(targets: list[str], kinds: list[str], quick: bool, check: bool, output: 
     if unknown:
         console.print(f"unknown target {', '.join(unknown)}; known are {', '.join(TARGETS)}")
         return 2
-    wanted = [v for v in variants(targets or TARGETS, quick) if not kinds or v.kind in kinds]
+    wanted = [
+        v
+        for v in variants(targets or TARGETS, quick)
+        if (not kinds or v.kind in kinds) and (not dims or v.dims[0] in dims)
+    ]
     order = {str(variant): n for n, variant in enumerate(wanted)}
     rows: list[Figures] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -40,7 +44,8 @@ def run(targets: list[str], kinds: list[str], quick: bool, check: bool, output: 
     rows.sort(key=lambda row: order[row.variant])
     show(rows, console)
     if output is not None:
-        output.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+        text = markdown(rows) if output.suffix == ".md" else json.dumps([row._asdict() for row in rows], indent=1)
+        output.write_text(text + "\n")
     broken = [row for row in rows if row.broken]
     for row in broken:
         console.print(f"[red]{row.variant} {row.kernel} ({row.config}):[/] {'; '.join(row.broken)}", highlight=False)
@@ -66,3 +71,19 @@ def show(rows: list[Figures], console: Console) -> None:
                 f"{row.mma_clocks:.0f} / {row.issue_clocks:.0f} / {row.exp_clocks:.0f}", f"{row.ceiling:.0%}",
             )  # fmt: skip
         console.print(table)
+
+
+def markdown(rows: list[Figures]) -> str:
+    """The figures as a table of Markdown, with the clocks of issue relative to those of products."""
+    lines = [
+        "| variant | kernel | tile | registers | spills | shared, KB | products | issue / products | ceiling |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        products = ", ".join(f"{count} {kind}" for kind, count in row.mma.items()) or "none"
+        ratio = f"{row.issue_clocks / row.mma_clocks:.2f}" if row.mma_clocks else ""
+        lines.append(
+            f"| {row.variant} | {row.kernel.removesuffix('_kernel')} | {row.config} | {row.registers} | {row.spills} | "
+            f"{row.shared >> 10} of {row.shared_limit >> 10} | {products} | {ratio} | {row.ceiling:.0%} |"
+        )
+    return "\n".join(lines)

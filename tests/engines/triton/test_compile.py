@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
-def kernels(*arguments: str, timeout: int = 600) -> subprocess.CompletedProcess:
+def kernels(*arguments: str, timeout: int = 1800) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "streamkl", "kernels", *arguments], env=ENVIRONMENT, capture_output=True, text=True,
         timeout=timeout,
@@ -27,7 +27,7 @@ def test_kernels_of_the_quick_table_are_within_their_budgets(tmp_path: Path) -> 
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "upper bound, not measured" in " ".join(result.stdout.split())
     rows = json.loads(output.read_text())
-    assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "gfx942"}
+    assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     assert all(row["spills"] == 0 and row["shared"] <= row["shared_limit"] for row in rows)
 
 

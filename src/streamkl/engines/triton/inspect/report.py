@@ -21,6 +21,8 @@ from streamkl.engines.triton.inspect.matrix import DIMS, KINDS, TARGETS, Variant
 from streamkl.engines.triton.launch import Launch
 
 PACKAGE = Path(__file__).parent.parent
+READ = ("binary", "budget", "compiler", "matrix")
+"""The modules of ``inspect`` that figures depend on."""
 
 
 class Figures(NamedTuple):
@@ -53,7 +55,7 @@ def variants(targets: Iterable[str] = TARGETS, quick: bool = False) -> list[Vari
     """
     found = []
     for arch in targets:
-        if quick and arch not in ("sm_80", "sm_90", "gfx942"):
+        if quick and arch not in ("sm_80", "sm_90", "sm_100", "gfx942"):
             continue
         for kind, dims in itertools.product(KINDS, DIMS):
             if (kind.endswith("_both") and max(dims) > 64) or (kind == "lse" and dims == (192, 128)):
@@ -124,6 +126,6 @@ def _key(variant: Variant, launch: Launch) -> str:
     """Changes with the kernels, how the launch cuts them, Triton, and what is read of a binary."""
     cut = (launch.kernel.__name__, launch.constants, launch.warps, launch.stages)
     digest = hashlib.sha256(f"{triton.__version__} {variant} {cut}".encode())
-    for path in sorted([*(PACKAGE / "kernels").glob("*.py"), *(PACKAGE / "inspect").glob("*.py")]):
+    for path in (*sorted((PACKAGE / "kernels").glob("*.py")), *(PACKAGE / "inspect" / f"{name}.py" for name in READ)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
