@@ -61,6 +61,22 @@ def composed(
     yield scale * (a - b) - lse_teacher + lse_student
 
 
+def eager_indexer(
+    teacher_q: Tensor, teacher_k: Tensor, index_q: Tensor, index_k: Tensor, index_w: Tensor | None, causal: bool
+) -> Iterator[Tensor]:
+    """The loss of an indexer as frameworks write it: softmaxes summed over the heads, made to sum to 1, KL divergence.
+
+    ``index_k`` is ``[B, 1, N, D]``, ``index_w [B, N, J]``.
+    """
+    with torch.no_grad():
+        p = _logits(teacher_q, teacher_k, causal, 0).softmax(-1).sum(1, keepdim=True)
+        p = functional.normalize(p, p=1, dim=-1)
+    x = (index_q @ index_k.mT).float().mul(index_q.shape[-1] ** -0.5).relu()
+    b = x.sum(1, keepdim=True) if index_w is None else (x * index_w.mT[..., None]).sum(1, keepdim=True)
+    log_q = _hide(b, causal, 0).log_softmax(-1)
+    yield functional.kl_div(log_q, p, reduction="none").sum(-1)
+
+
 def eager_rows(
     teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, causal: bool, first: int
 ) -> Tensor:
@@ -78,12 +94,15 @@ def eager_rows(
 def _logits(q: Tensor, k: Tensor, causal: bool, first: int) -> Tensor:
     """``[B, H, queries, keys]``; finite where the mask forbids a pair, so that 0 times a logarithm stays 0."""
     products = q @ _every_head(k, q).mT
-    x = products.to(torch.promote_types(products.dtype, torch.float32)) * q.shape[-1] ** -0.5
-    if causal:
-        rows = torch.arange(first, first + q.shape[2], device=q.device)[:, None]
-        keys = torch.arange(k.shape[2], device=q.device)
-        x = x.masked_fill(keys > rows, torch.finfo(x.dtype).min)
-    return x
+    return _hide(products.to(torch.promote_types(products.dtype, torch.float32)) * q.shape[-1] ** -0.5, causal, first)
+
+
+def _hide(x: Tensor, causal: bool, first: int) -> Tensor:
+    if not causal:
+        return x
+    rows = torch.arange(first, first + x.shape[2], device=x.device)[:, None]
+    keys = torch.arange(x.shape[3], device=x.device)
+    return x.masked_fill(keys > rows, torch.finfo(x.dtype).min)
 
 
 def _every_head(k: Tensor, q: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ class Cell:
         direction: ``forward`` (no graph), ``training`` (forward and backward, gradients to the student) or
             ``training-both`` (gradients to the teacher too).
         batch: Batch size.
+        indexer: Whether the student's heads are an indexer's, added up to one distribution, each weighted unless there
+            is but one. The teacher's LSE is given then.
         label: What the cell is called where its shape does not say it, such as a model's name.
     """
 
@@ -39,6 +41,7 @@ class Cell:
     dtype: str = "bfloat16"
     direction: str = "forward"
     batch: int = 1
+    indexer: bool = False
     label: str = ""
 
     @classmethod
@@ -72,7 +75,18 @@ class Cell:
     @property
     def wanted(self) -> tuple[str, ...]:
         """The inputs that want gradients."""
-        return {"forward": (), "training": STUDENT, "training-both": STUDENT + TEACHER}[self.direction]
+        student = (*STUDENT, "student_w") if self.weighted else STUDENT
+        return {"forward": (), "training": student, "training-both": student + TEACHER}[self.direction]
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the student's heads have weights."""
+        return self.indexer and self.heads.student > 1
+
+    @property
+    def distributions(self) -> int:
+        """How many losses a row has."""
+        return 1 if self.indexer else self.heads.student
 
     @property
     def pairs(self) -> int:
@@ -86,7 +100,7 @@ class Cell:
             f"{heads}{'' if heads == kv_heads else f'/{kv_heads}'}x{dim}"
             for heads, kv_heads, dim in zip(self.heads[::2], self.heads[1::2], self.dims, strict=True)
         ]
-        both = " to ".join(dict.fromkeys(sides))
+        both = " to indexer ".join(sides) if self.indexer else " to ".join(dict.fromkeys(sides))
         batch = f"{self.batch}x" if self.batch > 1 else ""
         return f"{self.label} {batch}{both}".strip()
 
@@ -99,7 +113,8 @@ class Cell:
 
 
 Inputs = dict[str, Tensor]
-"""``teacher_q``, ``teacher_k``, ``student_q`` and ``student_k``, each ``[B, heads, N, D]``."""
+"""``teacher_q``, ``teacher_k``, ``student_q`` and ``student_k``, each ``[B, heads, N, D]``, and an indexer's weights,
+``student_w [B, N, J]``, in float32."""
 
 
 def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:
@@ -107,9 +122,12 @@ def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:
     rng = torch.Generator(device).manual_seed(0)
     (h, h_kv, r, r_kv), (dt, ds) = cell.heads, cell.dims
     sizes = dict(zip(TEACHER + STUDENT, ((h, dt), (h_kv, dt), (r, ds), (r_kv, ds)), strict=True))
-    return {
+    inputs = {
         name: torch.randn(
             cell.batch, heads, cell.tokens, dim, generator=rng, device=device, dtype=getattr(torch, cell.dtype)
-        ).requires_grad_(name in cell.wanted)
+        )
         for name, (heads, dim) in sizes.items()
     }
+    if cell.weighted:
+        inputs["student_w"] = torch.randn(cell.batch, cell.tokens, r, generator=rng, device=device) * r**-0.5
+    return {name: x.requires_grad_(name in cell.wanted) for name, x in inputs.items()}

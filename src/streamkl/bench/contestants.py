@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,18 +27,22 @@ BASELINES = {
     "composed": baselines.composed,
 }
 SUMMARIES = {
-    "streamkl": "streamkl.attention_kl",
+    "streamkl": "streamkl.attention_kl, or streamkl.indexer_kl with the teacher's LSE",
     "eager": "both matrices in memory: softmax, log_softmax and kl_div in float32",
     "compiled": "torch.compile of eager",
     "chunked": f"eager on {baselines.CHUNK} queries at a time",
     "composed": "from the outputs and LSEs of three stock attention calls",
     "sdpa": "scaled_dot_product_attention of the teacher: the yardstick",
     "products": "the forward's tile products alone, operands packed beforehand",
+    "student": "an indexer's tile products alone, twice of the four times that a step needs them",
 }
 """Every contestant, and what it is."""
 
 MATRIX_BYTES = {"forward": 28, "training": 30, "training-both": 44}
 """Bytes for each pair of a query and a key of each head that eager holds at its peak, about (it is measured after)."""
+
+INDEXER_MATRIX_BYTES = 14
+"""The same of an indexer's loss, whose teacher is not differentiated."""
 
 
 def refusal(name: str, cell: Cell, device: torch.device, available: int) -> str | None:
@@ -49,6 +54,10 @@ def refusal(name: str, cell: Cell, device: torch.device, available: int) -> str 
             return "the entropy of a mean of heads is no output of attention"
         if cell.dims[0] != cell.dims[1]:
             return "stock attention wants keys and values of one width"
+    if cell.indexer and name in ("compiled", "chunked", "composed", "products"):
+        return "not written for an indexer"
+    if name == "student":
+        return cpu.unsupported(device) if cell.indexer else "there is no indexer"
     if name == "products":
         if device.type != "cpu":
             return "measured on CPUs"
@@ -56,7 +65,8 @@ def refusal(name: str, cell: Cell, device: torch.device, available: int) -> str 
             return "they are those of a forward"
         return cpu.unsupported(device)
     if name in ("eager", "compiled"):
-        needed = MATRIX_BYTES[cell.direction] * cell.batch * cell.heads.teacher * cell.tokens**2
+        bytes_a_pair = INDEXER_MATRIX_BYTES if cell.indexer else MATRIX_BYTES[cell.direction]
+        needed = bytes_a_pair * cell.batch * cell.heads.teacher * cell.tokens**2
         if needed > 0.8 * available:
             return f"would need about {needed / 1e9:.0f} GB, and {available / 1e9:.0f} GB are available"
     return None
@@ -70,6 +80,8 @@ def engine_name(cell: Cell, device: torch.device, backend: str) -> str:
         Side(heads, kv_heads, dim, getattr(torch, cell.dtype), dim**-0.5)
         for heads, kv_heads, dim in zip(cell.heads[::2], cell.heads[1::2], cell.dims, strict=True)
     )
+    if cell.indexer:
+        student = replace(student, relu=True, summed=True)
     support = Support(cell.batch, cell.tokens, cell.tokens, None, 0 if cell.causal else None)
     return engines.choose(backend, device, Problem(teacher, student, support)).engine.name
 
@@ -78,19 +90,37 @@ def prepare(name: str, cell: Cell, inputs: Inputs, backend: str = "auto") -> Cal
     """The call to time: a forward, or a forward and backward, from the cell's inputs to a loss and their ``grad``."""
     if name == "products":
         return bare_products(*inputs.values(), causal=cell.causal)
+    if name == "student":
+        student = (inputs["student_q"].detach(), inputs["student_k"].detach())
+        return bare_products(*student, *student, causal=cell.causal)
     if name == "sdpa":
         return _attention(cell, inputs)
     if name == "streamkl":
         engine_name(cell, inputs["teacher_q"].device, backend)
 
-        def ours() -> Tensor:
-            return streamkl.attention_kl(**inputs, causal=cell.causal, backend=backend)  # type: ignore[arg-type]
-
+        ours = _indexer(cell, inputs, backend) if cell.indexer else _divergence(cell, inputs, backend)
         return _step(cell, inputs, lambda: iter([ours()]))
     if name == "compiled":
         torch._dynamo.reset()  # each cell is compiled for its own shape
-    rows = cell.batch * cell.heads.student * cell.tokens
+    rows = cell.batch * cell.distributions * cell.tokens
+    if cell.indexer:
+        t = inputs
+        parts = (t["teacher_q"], t["teacher_k"], t["student_q"], t["student_k"], t.get("student_w"))
+        return _step(cell, inputs, lambda: (x.sum() / rows for x in baselines.eager_indexer(*parts, cell.causal)))
     return _step(cell, inputs, lambda: (x.sum() / rows for x in BASELINES[name](**inputs, causal=cell.causal)))
+
+
+def _divergence(cell: Cell, inputs: Inputs, backend: str) -> Call:
+    return lambda: streamkl.attention_kl(**inputs, causal=cell.causal, backend=backend)  # type: ignore[arg-type]
+
+
+def _indexer(cell: Cell, inputs: Inputs, backend: str) -> Call:
+    t = inputs
+    lse = streamkl.attention_lse(t["teacher_q"], t["teacher_k"], causal=cell.causal)
+    return lambda: streamkl.indexer_kl(
+        t["teacher_q"], t["teacher_k"], t["student_q"], t["student_k"].squeeze(1), t.get("student_w"),
+        causal=cell.causal, teacher_lse=lse, backend=backend,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def row_losses(name: str, cell: Cell, inputs: Inputs, backend: str = "auto") -> Tensor | None:
@@ -122,10 +152,14 @@ def _step(cell: Cell, inputs: Inputs, parts: Callable[[], Any]) -> Call:
 
 
 def _attention(cell: Cell, inputs: Inputs) -> Call:
-    """Attention of the teacher's q and k with values of their width; gradients to all three where there are any."""
+    """Attention of the teacher's q and k with values of their width; gradients to all three where there are any.
+
+    Beside an indexer it is a forward: the model that the indexer learns from is frozen.
+    """
     tensors = (inputs["teacher_q"], inputs["teacher_k"], torch.randn_like(inputs["teacher_k"]))
-    q, k, v = (x.detach().requires_grad_(bool(cell.wanted)) for x in tensors)
-    upstream = torch.randn_like(q) if cell.wanted else None
+    differentiated = bool(cell.wanted) and not cell.indexer
+    q, k, v = (x.detach().requires_grad_(differentiated) for x in tensors)
+    upstream = torch.randn_like(q) if differentiated else None
     grouped = cell.heads.teacher != cell.heads.teacher_kv
 
     def step() -> Tensor:

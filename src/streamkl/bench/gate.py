@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+import streamkl
 from streamkl.bench.cells import Cell
-from streamkl.testing import STUDENT, check_accuracy, make_case
+from streamkl.testing import STUDENT, IndexerHeads, check_accuracy, make_case, make_indexer_case
 
 TOKENS = 645
 """Tokens of the problem that stands for a cell: several tiles each way and a remainder, small enough for float64."""
@@ -27,6 +28,16 @@ def check(cell: Cell, backend: str, device: torch.device, threads: int) -> float
     torch.set_num_threads(threads)
     dtype = getattr(torch, cell.dtype)
     worst = 0.0
+    if cell.indexer:
+        heads = IndexerHeads(cell.heads.teacher, cell.heads.teacher_kv, cell.heads.student)
+        case = make_indexer_case(
+            heads=heads, dims=cell.dims, dtypes=(dtype, dtype), weight_dtype=torch.float32 if cell.weighted else None,
+            batch=1, tokens=(TOKENS, TOKENS), teacher_lse=True, causal=cell.causal, guard=False, device=device,
+        )  # fmt: skip
+        errors = check_accuracy(case, backend, streamkl.indexer_kl)
+        if not errors.worst <= 1:
+            raise RedGateError(f"{cell}, {threads} threads: {errors}")
+        return errors.worst
     for wanted in ((), cell.wanted or STUDENT):
         case = make_case(
             heads=cell.heads, dims=cell.dims, dtypes=(dtype, dtype), batch=1, tokens=(TOKENS, TOKENS), wanted=wanted,
@@ -41,7 +52,7 @@ def check(cell: Cell, backend: str, device: torch.device, threads: int) -> float
 
 def key(cell: Cell) -> tuple[object, ...]:
     """Cells with the same key pass or fail together."""
-    return cell.heads, cell.dims, cell.mask, cell.dtype, cell.wanted or STUDENT
+    return cell.heads, cell.dims, cell.mask, cell.dtype, cell.wanted or STUDENT, cell.indexer
 
 
 def _what(wanted: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from streamkl.bench.cells import Cell
 from streamkl.bench.records import Record
 
-YARDSTICKS = ("sdpa", "products")
+YARDSTICKS = ("sdpa", "products", "student")
 """What we are compared with as a share of it; of everything else we say how many times longer it takes."""
 
 Times = dict[tuple[str, int], Record]
@@ -118,6 +118,7 @@ def summary(records: list[Record]) -> list[str]:
         for name in ("composed", "chunked", "compiled"):
             lines += _ratios(f"{kind}: {name} / streamkl", cells, name, "streamkl")
         lines += _threading(kind, cells)
+        lines += _indexers(cells)
     return lines + _against_eager(by_cell(records)) + _growth(records)
 
 
@@ -196,6 +197,27 @@ def _against_eager(cells: dict[Cell, Times]) -> list[str]:
             if values:
                 each = ", ".join(f"{_number(value)}x at {c.tokens:,}" for c, value in values.items())
                 lines.append(f"eager / streamkl, {part}, D = {dim}: {each}")
+    return lines
+
+
+def _indexers(cells: dict[Cell, Times]) -> list[str]:
+    """What an indexer's step costs, cell by cell: they answer no question together."""
+    lines = []
+    for cell, times in cells.items():
+        if not cell.indexer:
+            continue
+        for name, threads in times:
+            if name == "streamkl":
+                continue
+            one, other = ("streamkl", name) if name in YARDSTICKS else (name, "streamkl")
+            value = ratio(times, one, other)
+            if value is None:
+                continue
+            line = f"{cell_name(cell)}: {one} / {other} {_number(value)} of the time"
+            added, ours = (times[who, threads].extra_bytes for who in (name, "streamkl"))
+            if added and ours:
+                line += f", {name} adds {_megabytes(added)} MB, streamkl {_megabytes(ours)}: {_number(added / ours)}x"
+            lines.append(line)
     return lines
 
 

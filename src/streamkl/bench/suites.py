@@ -71,6 +71,17 @@ def _one_head(*tokens: int, dtype: str) -> tuple[Cell, ...]:
     return tuple(Cell.square(1, n, 64, dtype=dtype, direction="training") for n in tokens)
 
 
+def _indexers() -> Iterator[Cell]:
+    for index_heads, width in ((1, 128), (8, 64), (64, 128)):
+        yield Cell(8192, Heads(32, 8, index_heads, 1), (128, width), direction="training", indexer=True)
+
+
+def _indexers_against_eager() -> Iterator[Cell]:
+    # Half of the heads at 8,192: eager's matrices of all of them would not fit into 24 GB.
+    for tokens, heads, kv_heads in ((2048, 32, 8), (4096, 32, 8), (8192, 16, 4)):
+        yield Cell(tokens, Heads(heads, kv_heads, 1, 1), (128, 128), direction="training", indexer=True)
+
+
 SUITES = {
     "forward": Suite(
         "What does the divergence cost beside attention, and beside its products alone?",
@@ -109,6 +120,16 @@ SUITES = {
         _one_head(1024, 2048, 4096, 8192, 16384, 32768, 65536, dtype="float32"),
         ("streamkl", "eager"),
         isolated=True,
+    ),
+    "indexer": Suite(
+        "What do loss and gradients of an indexer cost beside the forward of the attention that it learns from?",
+        tuple(_indexers()),
+        ("streamkl", "sdpa", "student"),
+    ),
+    "indexer-eager": Suite(
+        "How much faster, and in how much less memory, than the indexer loss as frameworks write it?",
+        tuple(_indexers_against_eager()),
+        ("streamkl", "eager"),
     ),
     "models": Suite(
         "What does it cost at the layouts of real models, per head and against the mean of all heads?",
