@@ -136,7 +136,17 @@ SM_90 = {
     **FLOAT32,
 }
 
-SM_100 = SM_90 | {"keys_group": SM_90["keys_group"] | {128: Config(128, 16, 8, 1)}}
+SM_100 = SM_90 | {
+    "keys_one": SM_90["keys_one"] | {
+        256: Config(128, 32, 8, 1, hold=128),
+        1024: Config(128, 32, 8, 1, hold=128),
+    },
+    "keys_group": SM_90["keys_group"] | {
+        128: Config(128, 16, 8, 1),
+        256: Config(128, 32, 8, 1, hold=128),
+        1024: Config(128, 32, 8, 1, hold=128),
+    },
+}
 
 SM_120 = {
     "lse": {
@@ -167,10 +177,10 @@ SM_120 = {
         64: Config(64, 32, 4, 1, hold=32, chunk=32, grad=64),
     },
     "keys_group": {
-        64: Config(128, 64, 8, 1, hold=32, chunk=32, grad=64),
+        64: Config(64, 64, 8, 1, hold=32, chunk=32, grad=64),
         128: Config(64, 32, 8, 1, hold=64),
-        256: Config(64, 32, 8, 1, hold=128),
-        1024: Config(64, 32, 8, 1, hold=128),
+        256: Config(64, 32, 8, 1, hold=64, chunk=32),
+        1024: Config(64, 32, 8, 1, hold=64),
     },
     "queries_one": {
         64: Config(128, 64, 8, 1, hold=32, chunk=32, grad=64),
