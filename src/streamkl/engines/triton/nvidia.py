@@ -137,13 +137,13 @@ SM_90 = {
 }
 
 SM_100 = SM_90 | {
-    "keys_one": SM_90["keys_one"]
-    | {
+    "keys_one": {
+        **SM_90["keys_one"],
         256: Config(128, 32, 8, 1, hold=128),
         1024: Config(128, 32, 8, 1, hold=128),
     },
-    "keys_group": SM_90["keys_group"]
-    | {
+    "keys_group": {
+        **SM_90["keys_group"],
         128: Config(128, 16, 8, 1),
         256: Config(128, 32, 8, 1, hold=128),
         1024: Config(128, 32, 8, 1, hold=128),
