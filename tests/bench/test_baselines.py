@@ -9,7 +9,7 @@ from torch import Tensor
 from streamkl import reference
 from streamkl.bench import baselines
 from streamkl.bench.contestants import BASELINES
-from streamkl.testing import STUDENT, TEACHER, Heads, check_accuracy, make_case
+from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, check_accuracy, make_case, make_indexer_case
 
 PAIRED, GROUPED, MEAN = Heads(4, 4, 4, 4), Heads(6, 2, 6, 3), Heads(6, 2, 1, 1)
 
@@ -57,3 +57,21 @@ def test_composed_is_exact_in_float64(heads: Heads, causal: bool) -> None:
     (rows,) = baselines.composed(**case.tensors, causal=causal)
     exact = reference.attention_kl(**case.tensors, causal=causal, reduction="none")
     torch.testing.assert_close(rows, exact, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [IndexerHeads(6, 2, 1), IndexerHeads(6, 2, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_indexer_loss_of_frameworks_keeps_the_accuracy_rule(
+    dtype: torch.dtype, heads: IndexerHeads, causal
+) -> None:
+    def function(teacher_q, teacher_k, index_q, index_k, index_w=None, **_: Any) -> Tensor:
+        (rows,) = baselines.eager_indexer(teacher_q, teacher_k, index_q, index_k[:, None], index_w, causal)
+        return rows.mean()
+
+    case = make_indexer_case(
+        heads=heads, dims=(32, 24), dtypes=(dtype, dtype), tokens=(101, 101), causal=causal, guard=False,
+        weight_dtype=torch.float32 if heads.indexer > 1 else None,
+    )  # fmt: skip
+    errors = check_accuracy(case, function=function)
+    assert errors.worst <= 1, errors

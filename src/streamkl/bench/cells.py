@@ -31,6 +31,7 @@ class Cell:
         batch: Batch size.
         indexer: Whether the student's heads are an indexer's, added up to one distribution, each weighted unless there
             is but one. The teacher's LSE is given then.
+        topk: How many keys each query of an indexer names, spread evenly over those that it may see; 0 is all of them.
         label: What the cell is called where its shape does not say it, such as a model's name.
     """
 
@@ -42,6 +43,7 @@ class Cell:
     direction: str = "forward"
     batch: int = 1
     indexer: bool = False
+    topk: int = 0
     label: str = ""
 
     @classmethod
@@ -91,6 +93,10 @@ class Cell:
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key that the mask allows, of one head."""
+        if self.topk:
+            return self.batch * sum(
+                min(row + 1 if self.causal else self.tokens, self.topk) for row in range(self.tokens)
+            )
         return self.batch * (self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2)
 
     @property
@@ -101,6 +107,7 @@ class Cell:
             for heads, kv_heads, dim in zip(self.heads[::2], self.heads[1::2], self.dims, strict=True)
         ]
         both = " to indexer ".join(sides) if self.indexer else " to ".join(dict.fromkeys(sides))
+        both += f" on {self.topk:,} keys" if self.topk else ""
         batch = f"{self.batch}x" if self.batch > 1 else ""
         return f"{self.label} {batch}{both}".strip()
 
@@ -114,7 +121,7 @@ class Cell:
 
 Inputs = dict[str, Tensor]
 """``teacher_q``, ``teacher_k``, ``student_q`` and ``student_k``, each ``[B, heads, N, D]``, and an indexer's weights,
-``student_w [B, N, J]``, in float32."""
+``student_w [B, N, J]``, in float32, and the keys that it is trained on, ``topk_indices [B, N, K]``."""
 
 
 def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:
@@ -130,4 +137,14 @@ def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:
     }
     if cell.weighted:
         inputs["student_w"] = torch.randn(cell.batch, cell.tokens, r, generator=rng, device=device) * r**-0.5
+    if cell.topk:
+        inputs["topk_indices"] = _spread_keys(cell, device)
     return {name: x.requires_grad_(name in cell.wanted) for name, x in inputs.items()}
+
+
+def _spread_keys(cell: Cell, device: str | torch.device) -> Tensor:
+    last = torch.arange(cell.tokens, dtype=torch.int32, device=device)[:, None] if cell.causal else cell.tokens - 1
+    last = torch.as_tensor(last, dtype=torch.int32, device=device).expand(cell.tokens, 1)
+    step = (last // cell.topk).clamp_(min=1)
+    keys = last - step * torch.arange(cell.topk, dtype=torch.int32, device=device)
+    return keys.clamp_(min=-1).expand(cell.batch, -1, -1)

@@ -34,7 +34,7 @@ SUMMARIES = {
     "composed": "from the outputs and LSEs of three stock attention calls",
     "sdpa": "scaled_dot_product_attention of the teacher: the yardstick",
     "products": "the forward's tile products alone, operands packed beforehand",
-    "student": "an indexer's tile products alone, twice of the four times that a step needs them",
+    "student": "an indexer's tile products alone, twice of the five times that a step needs them",
 }
 """Every contestant, and what it is."""
 
@@ -83,6 +83,8 @@ def engine_name(cell: Cell, device: torch.device, backend: str) -> str:
     if cell.indexer:
         student = replace(student, relu=True, summed=True)
     support = Support(cell.batch, cell.tokens, cell.tokens, None, 0 if cell.causal else None)
+    if cell.topk:
+        support = replace(support, topk=torch.empty(cell.batch, 1, cell.tokens, cell.topk, device="meta"))
     return engines.choose(backend, device, Problem(teacher, student, support)).engine.name
 
 
@@ -116,10 +118,11 @@ def _divergence(cell: Cell, inputs: Inputs, backend: str) -> Call:
 
 def _indexer(cell: Cell, inputs: Inputs, backend: str) -> Call:
     t = inputs
-    lse = streamkl.attention_lse(t["teacher_q"], t["teacher_k"], causal=cell.causal)
+    keys = t.get("topk_indices")
+    lse = streamkl.attention_lse(t["teacher_q"], t["teacher_k"], causal=cell.causal, topk_indices=keys)
     return lambda: streamkl.indexer_kl(
         t["teacher_q"], t["teacher_k"], t["student_q"], t["student_k"].squeeze(1), t.get("student_w"),
-        causal=cell.causal, teacher_lse=lse, backend=backend,  # type: ignore[arg-type]
+        causal=cell.causal, teacher_lse=lse, topk_indices=keys, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

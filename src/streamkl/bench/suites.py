@@ -131,6 +131,15 @@ SUITES = {
         tuple(_indexers_against_eager()),
         ("streamkl", "eager"),
     ),
+    "topk": Suite(
+        "Does time grow with the tokens alone where each query names its keys?",
+        tuple(
+            Cell(tokens, Heads(4, 1, 1, 1), (64, 64), direction="training", indexer=True, topk=2048)
+            for tokens in (32768, 65536)
+        ),
+        ("streamkl",),
+        isolated=True,
+    ),
     "models": Suite(
         "What does it cost at the layouts of real models, per head and against the mean of all heads?",
         tuple(_models()),

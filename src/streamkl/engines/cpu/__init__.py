@@ -1,8 +1,9 @@
 """The CPU engine: fused C++ over the matrix products of PyTorch itself (oneDNN's brgemm).
 
-``lanes.h`` has sixteen floats and their arithmetic, ``tile.h`` a tile's products and packing, ``rows.h`` masks and row
-states, ``kernels.cpp`` the sweeps with the names of ``tiled.py``, ``build.py`` compiles and caches them. Products are
-bfloat16 where the inputs are and the CPU has them, and float32 elsewhere; everything after them is float32.
+``lanes.h`` has sixteen floats and their arithmetic, ``tile.cpp`` a tile's products and packing, ``rows.h`` masks and
+row states, ``forward.cpp`` and ``backward.cpp`` the sweeps with the names of ``tiled.py``, over the teachers of
+``target.h`` and the students of ``student.h``; ``build.py`` compiles and caches them. Products are bfloat16 where the
+inputs are and the CPU has them, and float32 elsewhere; everything after them is float32.
 """
 
 from __future__ import annotations
