@@ -107,7 +107,7 @@ def test_deterministic_plans_add_nothing_up_in_an_order_of_chance(heads) -> None
 def test_a_table_that_cannot_be_read_is_refused_by_name(bad: str, tmp_path: Path) -> None:
     path = tmp_path / "configs.json"
     path.write_text(bad)
-    with pytest.raises(ValueError, match=r"STREAMKL_CONFIGS .* configs\.json"):
+    with pytest.raises(ValueError, match=r"STREAMKL_CONFIGS .*configs\.json"):
         architecture._add_own({"sm_90": {}}, str(path))
 
 
