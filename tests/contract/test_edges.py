@@ -40,6 +40,13 @@ def test_sequences_of_length_zero(teacher_lse, heads, starts, backend) -> None:
     assert errors.worst <= 1, str(errors)
 
 
+@pytest.mark.parametrize("tokens", [(0, 7), (7, 0)], ids=str)
+def test_nothing_in_float16_gives_zero(tokens, backend) -> None:
+    wanted = STUDENT + TEACHER
+    for value in run(make_case(0, tokens=tokens, dtypes=(torch.float16,) * 2, wanted=wanted), backend).named().values():
+        assert torch.equal(value, torch.zeros_like(value))
+
+
 def test_tokens_past_the_last_sequence_do_not_matter(backend) -> None:
     case = make_case(2, batch=1, tokens=(20, 23), cu_seqlens=([0, 7, 15], [0, 9, 17]), reduction="none", guard=False)
     results = run(case, backend)

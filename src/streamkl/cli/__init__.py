@@ -92,6 +92,14 @@ def selfcheck(
     """
     import torch
 
+    from streamkl import engines
     from streamkl.cli.selfcheck import run
 
-    sys.exit(run(torch.device(device), backend, seeds, quick, output))
+    try:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            sys.exit("torch finds no GPU here; `streamkl doctor` says what it sees")
+        engines.choose(backend, chosen)
+    except (RuntimeError, ModuleNotFoundError) as error:
+        sys.exit(str(error))
+    sys.exit(run(chosen, backend, seeds, quick, output))

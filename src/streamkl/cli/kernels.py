@@ -33,6 +33,9 @@ def run(targets: list[str], kinds: list[str], dims: list[int], quick: bool, chec
         for v in variants(targets or TARGETS, quick)
         if (not kinds or v.kind in kinds) and (not dims or v.dims[0] in dims)
     ]
+    if not wanted:
+        console.print("no kernel is of these targets, kinds and dims; without them all are compiled")
+        return 2
     order = {str(variant): n for n, variant in enumerate(wanted)}
     rows: list[Figures] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

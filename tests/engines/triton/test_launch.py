@@ -86,12 +86,38 @@ def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_all
             if isinstance(out, torch.Tensor):
                 shape = tuple(out.shape)
                 partial = len(shape) == 3 and shape[0] <= 5 and shape[2] in (48 * 8, 48 * 2)  # states of split keys
-                partial = partial or shape[1:] in allowed  # gradients and sums of split keys
+                partial = partial or (len(shape) > 1 and shape[1:] in allowed)  # gradients and sums of split keys
                 assert shape in allowed or partial, (func, shape)
             return out
 
     with Allocations():
         every_plan(problem, inputs, norm)
+
+
+@pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1)], ids=["per_head", "groups"])
+def test_deterministic_plans_add_nothing_up_in_an_order_of_chance(heads) -> None:
+    for name, launches in every_plan(*meta_problem(heads, (48, 5000), 1, deterministic=True)).items():
+        for launch in launches:
+            if launch.kernel.__name__ == "keys_kernel":
+                flags = ("DQ", "LOSS", "ATOMIC_A", "ATOMIC_B")
+                assert not any(launch.constants[flag] for flag in flags), name
+
+
+@pytest.mark.parametrize("bad", ["no json", '{"sm_90": {"paired": {"128": {"depth": 3}}}}', '{"sm_90": [1]}'])
+def test_a_table_that_cannot_be_read_is_refused_by_name(bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "configs.json"
+    path.write_text(bad)
+    with pytest.raises(ValueError, match=r"STREAMKL_CONFIGS .*configs\.json"):
+        architecture._add_own({"sm_90": {}}, str(path))
+
+
+def test_a_table_for_a_new_gpu_starts_from_the_one_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "configs.json"
+    path.write_text(json.dumps({"sm_103": {"paired": {"128": {"rows": 64, "keys": 32, "warps": 4, "stages": 1}}}}))
+    tables = {arch: dict(table) for arch, table in architecture._tables().items()}
+    architecture._add_own(tables, str(path))
+    assert set(tables["sm_103"]) == set(tables["sm_100"])
+    assert tables["sm_103"]["paired"][128].rows == 64
 
 
 def test_few_queries_split_the_keys_and_merge() -> None:

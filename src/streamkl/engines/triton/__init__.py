@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from streamkl.state import Normalisers
 
 name = "triton"
 summary = "fused Triton kernels"
+
+OLDEST = (3, 3)
+"""The first Triton whose launcher takes tuples."""
 
 
 def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
@@ -35,7 +39,7 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
         return "does not take topk_indices"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    return _too_old(device) if device.type == "cuda" else None
+    return _too_old() or (_unknown_gpu(device) if device.type == "cuda" else None)
 
 
 def reluctant(device: torch.device) -> str | None:
@@ -44,10 +48,26 @@ def reluctant(device: torch.device) -> str | None:
 
 
 @functools.cache
-def _too_old(device: torch.device) -> str | None:
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs an NVIDIA GPU of compute capability 8.0 or later"
-    return None
+def _too_old() -> str | None:
+    import triton
+
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    return None if version >= OLDEST else f"needs Triton {OLDEST[0]}.{OLDEST[1]} or later, found {triton.__version__}"
+
+
+@functools.cache
+def _unknown_gpu(device: torch.device) -> str | None:
+    from streamkl.engines.triton import architecture
+
+    if not torch.cuda.is_available():
+        return "no GPU was found by torch"
+    if torch.version.hip is None:
+        old = torch.cuda.get_device_capability(device) < (8, 0)
+        return "needs an NVIDIA GPU of compute capability 8.0 or later" if old else None
+    arch = architecture.of(device)
+    return (
+        None if architecture.has_table(arch) else f"has no table of configs for {arch}; STREAMKL_CONFIGS can name one"
+    )
 
 
 def logsumexp(

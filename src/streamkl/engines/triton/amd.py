@@ -1,7 +1,7 @@
 """How kernels are cut for AMD GPUs: for each architecture and kind of kernel, a `Config` by the widest head it fits.
 
 ``Config(rows, keys, warps, stages)``; heads wider than ``hold`` are read in chunks. ``streamkl kernels --check`` holds
-every row to zero spills and the target's shared memory; ``docs/kernels.md`` says how to try rows of your own.
+every row but those of float32 to zero spills and the shared memory; ``docs/kernels.md`` says how to try your own.
 """
 
 from streamkl.engines.triton.meta import Config

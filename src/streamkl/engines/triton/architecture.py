@@ -54,9 +54,17 @@ def config(arch: str, kind: str, width: int) -> Config:
     return rows[min(fitting)] if fitting else rows[max(rows)]
 
 
+def has_table(arch: str) -> bool:
+    """Whether there are configs for exactly this architecture."""
+    return arch in _tables()
+
+
 def _known(arch: str) -> str:
     """The architecture itself, or the newest known one of its vendor that is not newer."""
-    tables = _tables()
+    return _nearest(arch, _tables())
+
+
+def _nearest(arch: str, tables: dict[str, dict[str, dict[int, Config]]]) -> str:
     if arch in tables:
         return arch
     vendor = arch[:2]
@@ -72,8 +80,22 @@ def _tables() -> dict[str, dict[str, dict[int, Config]]]:
     }
     own = os.environ.get("STREAMKL_CONFIGS")
     if own:
-        for arch, table in json.loads(Path(own).read_text()).items():
+        _add_own(tables, own)
+    return tables
+
+
+def _add_own(tables: dict[str, dict[str, dict[int, Config]]], path: str) -> None:
+    """Puts the rows of a file in the place of ours; an architecture that is new starts from the one before it."""
+    where = path
+    try:
+        for arch, table in json.loads(Path(path).read_text()).items():
+            if arch not in tables:
+                tables[arch] = {kind: dict(rows) for kind, rows in tables[_nearest(arch, tables)].items()}
             for kind, rows in table.items():
                 for width, values in rows.items():
-                    tables.setdefault(arch, {}).setdefault(kind, {})[int(width)] = Config(**values)
-    return tables
+                    where = f"{path}: {arch}, {kind}, {width}"
+                    tables[arch].setdefault(kind, {})[int(width)] = Config(**values)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"STREAMKL_CONFIGS must name a file of rows as docs/kernels.md shows; {where}: {error}"
+        ) from error

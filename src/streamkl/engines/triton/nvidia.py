@@ -1,7 +1,7 @@
 """How kernels are cut for NVIDIA GPUs: for each architecture and kind of kernel, a `Config` by the widest head it fits.
 
 ``Config(rows, keys, warps, stages)``; heads wider than ``hold`` are read in chunks. ``streamkl kernels --check`` holds
-every row to zero spills and the target's shared memory; ``docs/kernels.md`` says how to try rows of your own.
+every row but those of float32 to zero spills and the shared memory; ``docs/kernels.md`` says how to try your own.
 """
 
 from streamkl.engines.triton.meta import Config
@@ -112,11 +112,11 @@ SM_90 = {
         1024: Config(128, 32, 8, 2, hold=128),
     },
     "keys_both": {
-        64: Config(128, 64, 8, 1),
+        64: Config(128, 32, 8, 1),
     },
     "keys_group": {
-        64: Config(128, 64, 8, 2),
-        128: Config(128, 32, 8, 2),
+        64: Config(128, 32, 8, 1),
+        128: Config(128, 32, 8, 1),
         256: Config(128, 32, 8, 2, hold=128),
         1024: Config(128, 32, 8, 2, hold=128),
     },
@@ -139,14 +139,21 @@ SM_90 = {
 SM_100 = SM_90 | {
     "keys_one": {
         **SM_90["keys_one"],
+        128: Config(128, 32, 8, 1),
         256: Config(128, 32, 8, 1, hold=128),
         1024: Config(128, 32, 8, 1, hold=128),
     },
     "keys_group": {
         **SM_90["keys_group"],
+        64: Config(128, 32, 8, 2),
         128: Config(128, 16, 8, 1),
         256: Config(128, 32, 8, 1, hold=128),
         1024: Config(128, 32, 8, 1, hold=128),
+    },
+    "queries_group": {
+        **SM_90["queries_group"],
+        64: Config(128, 64, 8, 1),
+        128: Config(128, 32, 8, 1),
     },
 }
 

@@ -287,8 +287,10 @@ def _rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[L
 def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor]:
     """Row weights in float32; for float16, where derivatives would underflow, at most 1, with their divisor."""
     weight = weight.float()
-    if not half or weight.numel() == 0:
+    if not half:
         return weight, weight
+    if weight.numel() == 0:
+        return weight, weight.new_ones(())
     largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax()
     peak = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
     return weight / peak, peak

@@ -42,7 +42,7 @@ def compile_launch(launch: Launch, arch: str, aligned: bool = True) -> Any:
         if name in launch.constants:
             signature[name], constants[(n,)] = "constexpr", launch.constants[name]
         else:
-            signature[name] = _specialise(given[name], (n,), constants, attributes, aligned)
+            signature[name] = _specialise(given[name], (n,), constants, attributes, aligned, arch.startswith("gfx"))
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
     return triton_compile(source, target=gpu_target(arch), options=options)
@@ -54,13 +54,15 @@ def _specialise(
     constants: dict[Any, Any],
     attributes: dict[tuple[int, ...], list[Any]],
     aligned: bool,
+    amd: bool,
 ) -> Any:
     """The type of an argument as Triton's launcher specialises it: ones and None are constants, 16s known."""
     if isinstance(value, tuple):
-        return tuple(_specialise(x, (*path, n), constants, attributes, aligned) for n, x in enumerate(value))
+        return tuple(_specialise(x, (*path, n), constants, attributes, aligned, amd) for n, x in enumerate(value))
     if isinstance(value, Tensor):
-        if aligned:
-            attributes[path] = [["tt.divisibility", 16]]
+        attributes[path] = [["tt.divisibility", 16]] if aligned else []
+        if amd and aligned:  # the launcher says so of tensors of at most 2 GB; those beyond are left to the others
+            attributes[path].append(["tt.pointer_range", 32])
         return POINTERS[value.dtype]
     if isinstance(value, float):
         return "fp32"

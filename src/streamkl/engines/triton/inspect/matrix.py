@@ -31,29 +31,36 @@ class Variant(NamedTuple):
     dims: tuple[int, int]
     dtype: torch.dtype
     aligned: bool
+    worst: bool = False
 
     def __str__(self) -> str:
         dims = f"{self.dims[0]}" if self.dims[0] == self.dims[1] else f"{self.dims[0]}/{self.dims[1]}"
-        return f"{self.arch} {self.kind} {dims} {str(self.dtype)[6:]}{'' if self.aligned else ' misaligned'}"
+        rest = f"{'' if self.aligned else ' misaligned'}{' worst' if self.worst else ''}"
+        return f"{self.arch} {self.kind} {dims} {str(self.dtype)[6:]}{rest}"
 
 
 def launches(variant: Variant) -> list[Launch]:
-    """The sweeps of a variant, on meta tensors; what prepares rows for them multiplies nothing and is left out."""
-    arch, kind, dims, dtype, aligned = variant
+    """The sweeps of a variant, on meta tensors; what prepares rows for them multiplies nothing and is left out.
+
+    Causal, or, as ``worst``, packed sequences in a window on both sides, a relu, and sizes that 16 does not divide.
+    """
+    arch, kind, dims, dtype, aligned, worst = variant
+    batch, tokens = (1, TOKENS + 1) if worst else (2, TOKENS)
     group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")
     distributions = KV_HEADS if group else HEADS
 
     def tensor(heads: int, dim: int) -> Tensor:
-        return torch.empty(2, heads, TOKENS, dim if aligned else dim + 1, dtype=dtype, device="meta")[..., :dim]
+        return torch.empty(batch, heads, tokens, dim if aligned else dim + 1, dtype=dtype, device="meta")[..., :dim]
 
     def rows(heads: int) -> Tensor:
-        return torch.empty(2, heads, TOKENS, device="meta")
+        return torch.empty(batch, heads, tokens, device="meta")
 
     inputs = Inputs(
         tensor(HEADS, dims[0]), tensor(KV_HEADS, dims[0]), tensor(distributions, dims[1]), tensor(KV_HEADS, dims[1])
     )
-    a, b = Side.of(inputs.a_q, inputs.a_k), Side.of(inputs.b_q, inputs.b_k)
-    support = Support.of(inputs.b_q, inputs.b_k, None, 0, None, None)
+    a, b = Side.of(inputs.a_q, inputs.a_k), Side.of(inputs.b_q, inputs.b_k, relu=worst)
+    starts = (torch.empty(8, dtype=torch.int32, device="meta"),) * 2 if worst else (None, None)
+    support = Support.of(inputs.b_q, inputs.b_k, 1000 if worst else None, 3 if worst else 0, *starts)
     problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
     norm = Normalisers(rows(HEADS), rows(HEADS), rows(distributions), rows(distributions))
     if kind == "lse":

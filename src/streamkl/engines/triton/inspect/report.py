@@ -21,8 +21,8 @@ from streamkl.engines.triton.inspect.matrix import DIMS, KINDS, TARGETS, Variant
 from streamkl.engines.triton.launch import Launch
 
 PACKAGE = Path(__file__).parent.parent
-READ = ("binary", "budget", "compiler", "matrix")
-"""The modules of ``inspect`` that figures depend on."""
+READ = ("launch", "meta", "plans", "inspect/binary", "inspect/budget", "inspect/compiler", "inspect/matrix")
+"""The modules that figures depend on besides the kernels."""
 
 
 class Figures(NamedTuple):
@@ -58,11 +58,13 @@ def variants(targets: Iterable[str] = TARGETS, quick: bool = False) -> list[Vari
         if quick and arch not in ("sm_80", "sm_90", "sm_100", "gfx942"):
             continue
         for kind, dims in itertools.product(KINDS, DIMS):
-            if (kind.endswith("_both") and max(dims) > 64) or (kind == "lse" and dims == (192, 128)):
-                continue  # both sides' gradients are made apart; one side has one width
+            if kind.endswith("_both") and max(dims) > 64:
+                continue  # both sides' gradients are made apart
             if quick and dims not in ((64, 64), (128, 128)):
                 continue
             found.append(Variant(arch, kind, dims, torch.bfloat16, True))
+            if dims in ((64, 64), (128, 128)) and not quick:
+                found.append(Variant(arch, kind, dims, torch.bfloat16, True, worst=True))
             if quick and (dims != (128, 128) or arch != "sm_90"):
                 continue
             gradient = kind not in ("lse", "paired", "mixture")
@@ -102,15 +104,22 @@ def _remembered(variant: Variant, launch: Launch) -> Figures:
 
 
 def _figures(variant: Variant, launch: Launch) -> Figures:
-    read = binary.read(compile_launch(launch, variant.arch, variant.aligned))
-    half = variant.dtype != torch.float32
-    clocks = budget.clocks(read, launch, variant.arch)
     constants = launch.constants
     config = f"{constants['ROWS']}x{constants['KEYS']}, {launch.warps} warps, {launch.stages} stages"
+    name, limit = launch.kernel.__name__, budget.TARGETS[variant.arch].shared
+    try:
+        read = binary.read(compile_launch(launch, variant.arch, variant.aligned))
+    except Exception as error:  # whatever the compiler says, the other kernels go on
+        said = [f"does not compile: {str(error).splitlines()[0] if str(error) else type(error).__name__}"]
+        return Figures(
+            str(variant), variant.arch, variant.kind, name, config, 0, 0, 0, limit, {}, 0, 0, {}, 0, 0, 0, 0, said
+        )
+    half = variant.dtype != torch.float32
+    clocks = budget.clocks(read, launch, variant.arch)
     return Figures(
-        str(variant), variant.arch, variant.kind, launch.kernel.__name__, config, read.registers, read.spills,
-        read.shared, budget.TARGETS[variant.arch].shared, read.mma, read.exp, read.loop.instructions, read.loop.mix,
-        *clocks, clocks.ceiling, budget.violations(read, variant.arch, half),
+        str(variant), variant.arch, variant.kind, name, config, read.registers, read.spills, read.shared, limit,
+        read.mma, read.exp, read.loop.instructions, read.loop.mix, *clocks, clocks.ceiling,
+        budget.violations(read, variant.arch, half),
     )  # fmt: skip
 
 
@@ -126,6 +135,6 @@ def _key(variant: Variant, launch: Launch) -> str:
     """Changes with the kernels, how the launch cuts them, Triton, and what is read of a binary."""
     cut = (launch.kernel.__name__, launch.constants, launch.warps, launch.stages)
     digest = hashlib.sha256(f"{triton.__version__} {variant} {cut}".encode())
-    for path in (*sorted((PACKAGE / "kernels").glob("*.py")), *(PACKAGE / "inspect" / f"{name}.py" for name in READ)):
+    for path in (*sorted((PACKAGE / "kernels").glob("*.py")), *(PACKAGE / f"{name}.py" for name in READ)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:24]

@@ -144,7 +144,7 @@ def load_tile(
     Columns need no mask where ``BLOCK`` (or ``UNIT``, if several blocks make one) divides the head dim.
     """
     o_d = d0 + tl.arange(0, BLOCK)
-    p = p_n[:, None] + (o_d * stride_d)[None, :]
+    p = p_n[:, None] + (o_d.to(tl.int64) * stride_d)[None, :]
     if DIM % (UNIT if UNIT > 0 else BLOCK) == 0:
         if MASKED:
             return tl.load(p, mask=m_n[:, None], other=0.0)
