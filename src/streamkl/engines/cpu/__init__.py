@@ -83,9 +83,7 @@ def backward(
     """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one sweep for dQ and dK."""
     unread = norm.m_b if mean is None else mean
     rows = (x.contiguous() for x in (*norm, unread, row_grad.float()))
-    gradients = torch.ops.streamkl_cpu.backward(
-        *_tensors(problem, inputs), *rows, *_numbers(problem), want_a, want_b
-    )
+    gradients = torch.ops.streamkl_cpu.backward(*_tensors(problem, inputs), *rows, *_numbers(problem), want_a, want_b)
     wanted = (want_a, want_a, want_b, want_b, want_b and inputs.b_w is not None)
     return Gradients(
         *(

@@ -75,9 +75,10 @@ class Sweep:
         self.config: Config = architecture.config(arch, kind, width)
         self.processors = architecture.processors(arch)
         upcast = arch == architecture.INTERPRETER
+        hold_a = self.config.hold if self.config.hold_a is None else self.config.hold_a
         self.a, self.b = (
-            SideMeta.of(side, self.config, upcast and side.dtype == torch.bfloat16, has_weights)
-            for side, has_weights in ((problem.a, False), (problem.b, weighted))
+            SideMeta.of(side, self.config, hold, upcast and side.dtype == torch.bfloat16, has_weights)
+            for side, hold, has_weights in ((problem.a, hold_a, False), (problem.b, self.config.hold, weighted))
         )
         self.group = Group.of(problem)
         self.mask = Mask.of(problem.support)

@@ -12,7 +12,8 @@ class Config(NamedTuple):
     """How one kernel is cut: a row of the tables in ``nvidia.py`` and ``amd.py``.
 
     ``rows`` and ``keys`` of a tile, warps of a program and stages of its software pipeline. Heads wider than ``hold``
-    are not held but read in chunks of ``chunk``, and of their gradients ``grad`` columns are made at a time.
+    are not held but read in chunks of ``chunk``, and of their gradients ``grad`` columns are made at a time; heads of
+    side ``a`` wider than ``hold_a``, if it is given.
     """
 
     rows: int
@@ -22,6 +23,7 @@ class Config(NamedTuple):
     hold: int = 256
     chunk: int = 64
     grad: int = 128
+    hold_a: int | None = None
 
 
 class SideMeta(NamedTuple):
@@ -43,10 +45,10 @@ class SideMeta(NamedTuple):
     weighted: bool = False
 
     @classmethod
-    def of(cls, side: Side, config: Config, upcast: bool, weighted: bool = False) -> SideMeta:
-        """Cuts a side as the config says."""
+    def of(cls, side: Side, config: Config, hold: int, upcast: bool, weighted: bool = False) -> SideMeta:
+        """Cuts a side as the config says, in chunks where it is wider than ``hold``."""
         block = padded(side.dim)
-        chunked = block > config.hold
+        chunked = block > hold
         return cls(
             dim=side.dim,
             block=config.chunk if chunked else block,

@@ -196,8 +196,8 @@ class _Gradient:
                     self.dw_b = torch.zeros(inputs.b_w.shape, dtype=torch.float32, device=inputs.b_q.device)
         arguments = self._arguments(sweep) | {
             "dq_a": _or(self.dq_a, self.b.m), "dk_a": _or(self.dk_a, self.b.m), "dq_b": _or(self.dq_b, self.b.m),
-            "dk_b": _or(self.dk_b, self.b.m), "dw_b": self.dw_b, "sum_p": self.sum_p, "sum_acc": self.sum_acc, "blocks": blocks,
-            "owners": owners, "pieces": pieces, "span": span, "splits": splits,
+            "dk_b": _or(self.dk_b, self.b.m), "dw_b": self.dw_b, "sum_p": self.sum_p, "sum_acc": self.sum_acc,
+            "blocks": blocks, "owners": owners, "pieces": pieces, "span": span, "splits": splits,
         }  # fmt: skip
         constants = sweep.constants(
             WANT_A=want_a, WANT_B=want_b, DQ=one_sweep, LOSS=self.loss and one_sweep, ATOMIC_A=atomic_a and want_a,

@@ -20,7 +20,26 @@ KINDS = ("lse", "paired", "mixture", "backward", "backward_both", "backward_grou
          "queries_group")  # fmt: skip
 """The engine's functions: ``_both`` sides' gradients, ``_group`` means, ``queries`` the deterministic pair."""
 
+INDEX_KINDS = ("lse_index", "mixture_index", "backward_index", "train_index", "queries_index")
+"""The same for an indexer against the mean of all heads."""
+
+INDEX_DIMS = {(128, 128): (32, 8), (576, 128): (128, 1)}
+"""Head dims of teacher and indexer, and the teacher's query and key heads."""
+
 TOKENS, HEADS, KV_HEADS = 4096, 16, 4
+
+
+class Index(NamedTuple):
+    """How many index heads are summed, and whether each has a weight."""
+
+    heads: int
+    weighted: bool
+
+    def __str__(self) -> str:
+        return f" J={self.heads}{' weighted' if self.weighted else ''}"
+
+
+INDEXERS = (Index(1, False), Index(1, True), Index(64, True))
 
 
 class Variant(NamedTuple):
@@ -31,17 +50,20 @@ class Variant(NamedTuple):
     dims: tuple[int, int]
     dtype: torch.dtype
     aligned: bool
+    index: Index | None = None
 
     def __str__(self) -> str:
         dims = f"{self.dims[0]}" if self.dims[0] == self.dims[1] else f"{self.dims[0]}/{self.dims[1]}"
-        return f"{self.arch} {self.kind} {dims} {str(self.dtype)[6:]}{'' if self.aligned else ' misaligned'}"
+        index, aligned = self.index or "", "" if self.aligned else " misaligned"
+        return f"{self.arch} {self.kind} {dims}{index} {str(self.dtype)[6:]}{aligned}"
 
 
 def launches(variant: Variant) -> list[Launch]:
     """The sweeps of a variant, on meta tensors; what prepares rows for them multiplies nothing and is left out."""
-    arch, kind, dims, dtype, aligned = variant
+    arch, kind, dims, dtype, aligned, index = variant
     group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")
-    distributions = KV_HEADS if group else HEADS
+    heads, kv_heads = (HEADS, KV_HEADS) if index is None else INDEX_DIMS[dims]
+    distributions = KV_HEADS if group else HEADS if index is None else 1
 
     def tensor(heads: int, dim: int) -> Tensor:
         return torch.empty(2, heads, TOKENS, dim if aligned else dim + 1, dtype=dtype, device="meta")[..., :dim]
@@ -49,22 +71,28 @@ def launches(variant: Variant) -> list[Launch]:
     def rows(heads: int) -> Tensor:
         return torch.empty(2, heads, TOKENS, device="meta")
 
-    inputs = Inputs(
-        tensor(HEADS, dims[0]), tensor(KV_HEADS, dims[0]), tensor(distributions, dims[1]), tensor(KV_HEADS, dims[1])
-    )
-    a, b = Side.of(inputs.a_q, inputs.a_k), Side.of(inputs.b_q, inputs.b_k)
+    if index is None:
+        student = (tensor(distributions, dims[1]), tensor(KV_HEADS, dims[1]), None)
+    else:
+        w = torch.empty(2, TOKENS, index.heads, device="meta").mT if index.weighted else None
+        student = (tensor(index.heads, dims[1]), tensor(1, dims[1]), w)
+    inputs = Inputs(tensor(heads, dims[0]), tensor(kv_heads, dims[0]), *student)
+    a = Side.of(inputs.a_q, inputs.a_k)
+    b = Side.of(inputs.b_q, inputs.b_k, relu=index is not None, summed=index is not None)
     support = Support.of(inputs.b_q, inputs.b_k, None, 0, None, None)
     problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
-    norm = Normalisers(rows(HEADS), rows(HEADS), rows(distributions), rows(distributions))
+    norm = Normalisers(rows(heads), rows(heads), rows(distributions), rows(distributions))
     if kind == "lse":
-        made = plans.logsumexp(support, a, inputs.a_q, inputs.a_k, arch)[0]
+        made = plans.logsumexp(support, a, inputs.a_q, inputs.a_k, None, arch)[0]
+    elif kind == "lse_index":
+        made = plans.logsumexp(support, b, inputs.b_q, inputs.b_k, inputs.b_w, arch)[0]
     elif kind == "paired":
         made = plans.paired_rows(problem, inputs, arch)[0]
-    elif kind == "mixture":
+    elif kind.startswith("mixture"):
         made = plans.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, arch)[0]
     elif kind.startswith("train"):
         made = plans.train(problem, inputs, norm, rows(distributions), arch)[0]
     else:
-        mean = rows(HEADS) if both else None
+        mean = rows(heads) if both else None
         made = plans.backward(problem, inputs, norm, mean, rows(distributions), both, True, arch)[0]
     return [launch for launch in made if "ROWS" in launch.constants]
