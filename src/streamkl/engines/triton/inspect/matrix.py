@@ -29,7 +29,7 @@ INDEX_DIMS = {(128, 128): (32, 8), (576, 128): (128, 1)}
 TOKENS, HEADS, KV_HEADS = 4096, 16, 4
 
 
-class Index(NamedTuple):
+class Indexer(NamedTuple):
     """How many index heads are summed, and whether each has a weight."""
 
     heads: int
@@ -39,7 +39,7 @@ class Index(NamedTuple):
         return f" J={self.heads}{' weighted' if self.weighted else ''}"
 
 
-INDEXERS = (Index(1, False), Index(1, True), Index(64, True))
+INDEXERS = (Indexer(1, False), Indexer(1, True), Indexer(64, True))
 
 
 class Variant(NamedTuple):
@@ -50,20 +50,20 @@ class Variant(NamedTuple):
     dims: tuple[int, int]
     dtype: torch.dtype
     aligned: bool
-    index: Index | None = None
+    indexer: Indexer | None = None
 
     def __str__(self) -> str:
         dims = f"{self.dims[0]}" if self.dims[0] == self.dims[1] else f"{self.dims[0]}/{self.dims[1]}"
-        index, aligned = self.index or "", "" if self.aligned else " misaligned"
-        return f"{self.arch} {self.kind} {dims}{index} {str(self.dtype)[6:]}{aligned}"
+        indexer, aligned = self.indexer or "", "" if self.aligned else " misaligned"
+        return f"{self.arch} {self.kind} {dims}{indexer} {str(self.dtype)[6:]}{aligned}"
 
 
 def launches(variant: Variant) -> list[Launch]:
     """The sweeps of a variant, on meta tensors; what prepares rows for them multiplies nothing and is left out."""
-    arch, kind, dims, dtype, aligned, index = variant
+    arch, kind, dims, dtype, aligned, indexer = variant
     group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")
-    heads, kv_heads = (HEADS, KV_HEADS) if index is None else INDEX_DIMS[dims]
-    distributions = KV_HEADS if group else HEADS if index is None else 1
+    heads, kv_heads = (HEADS, KV_HEADS) if indexer is None else INDEX_DIMS[dims]
+    distributions = KV_HEADS if group else HEADS if indexer is None else 1
 
     def tensor(heads: int, dim: int) -> Tensor:
         return torch.empty(2, heads, TOKENS, dim if aligned else dim + 1, dtype=dtype, device="meta")[..., :dim]
@@ -71,14 +71,14 @@ def launches(variant: Variant) -> list[Launch]:
     def rows(heads: int) -> Tensor:
         return torch.empty(2, heads, TOKENS, device="meta")
 
-    if index is None:
+    if indexer is None:
         student = (tensor(distributions, dims[1]), tensor(KV_HEADS, dims[1]), None)
     else:
-        w = torch.empty(2, TOKENS, index.heads, device="meta").mT if index.weighted else None
-        student = (tensor(index.heads, dims[1]), tensor(1, dims[1]), w)
+        w = torch.empty(2, TOKENS, indexer.heads, device="meta").mT if indexer.weighted else None
+        student = (tensor(indexer.heads, dims[1]), tensor(1, dims[1]), w)
     inputs = Inputs(tensor(heads, dims[0]), tensor(kv_heads, dims[0]), *student)
     a = Side.of(inputs.a_q, inputs.a_k)
-    b = Side.of(inputs.b_q, inputs.b_k, relu=index is not None, summed=index is not None)
+    b = Side.of(inputs.b_q, inputs.b_k, relu=indexer is not None, summed=indexer is not None)
     support = Support.of(inputs.b_q, inputs.b_k, None, 0, None, None)
     problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
     norm = Normalisers(rows(heads), rows(heads), rows(distributions), rows(distributions))

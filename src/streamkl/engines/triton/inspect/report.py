@@ -83,18 +83,18 @@ def variants(targets: Iterable[str] = TARGETS, quick: bool = False) -> list[Vari
 def _indexers(arch: str, quick: bool) -> list[Variant]:
     """The same for indexers; other dtypes and misaligned ones with many heads alone, whose kernels have more to do."""
     found = []
-    for kind, dims, index in itertools.product(INDEX_KINDS, INDEX_DIMS, INDEXERS):
-        if kind == "lse_index" and (dims[0] != dims[1] or index == INDEXERS[0]):
+    for kind, dims, indexer in itertools.product(INDEX_KINDS, INDEX_DIMS, INDEXERS):
+        if kind == "lse_index" and (dims[0] != dims[1] or indexer == INDEXERS[0]):
             continue  # of one side, and one head without a weight is a head like any other
-        if quick and (kind not in ("mixture_index", "train_index") or dims != (128, 128) or index != INDEXERS[-1]):
+        if quick and (kind not in ("mixture_index", "train_index") or dims != (128, 128) or indexer != INDEXERS[-1]):
             continue
-        found.append(Variant(arch, kind, dims, torch.bfloat16, True, index))
-        if quick or index != INDEXERS[-1]:
+        found.append(Variant(arch, kind, dims, torch.bfloat16, True, indexer))
+        if quick or indexer != INDEXERS[-1]:
             continue
         gradient = kind not in ("lse_index", "mixture_index")
-        found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False, index))
+        found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False, indexer))
         if gradient:
-            found.append(Variant(arch, kind, dims, torch.float16, True, index))
+            found.append(Variant(arch, kind, dims, torch.float16, True, indexer))
     return found
 
 
