@@ -87,7 +87,6 @@ SM_80 = {
         1024: Config(128, 64, 8, 1, hold=128, hold_a=64),
     },
     "keys_index": {
-        128: Config(64, 64, 8, 1, hold=64),
         1024: Config(64, 32, 8, 1, hold=64),
     },
     "queries_index": {
@@ -154,7 +153,7 @@ SM_90 = {
     },
     "keys_index": {
         128: Config(128, 32, 8, 2, hold=128, hold_a=64),
-        1024: Config(128, 32, 8, 1, hold=128),
+        1024: Config(128, 32, 8, 2, hold=64),
     },
     "queries_index": {
         1024: Config(128, 32, 8, 2, hold=128),
@@ -163,7 +162,19 @@ SM_90 = {
     **FLOAT32,
 }
 
-SM_100 = SM_90 | {"keys_group": SM_90["keys_group"] | {128: Config(128, 16, 8, 1)}}
+SM_100 = SM_90 | {
+    "keys_group": SM_90["keys_group"] | {128: Config(128, 16, 8, 1)},
+    "lse_index": {
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "mixture_index": {
+        128: Config(128, 32, 8, 2, hold=128),
+        1024: Config(128, 64, 8, 1, hold=128),
+    },
+    "keys_index": {
+        1024: Config(128, 16, 8, 1, hold=128, hold_a=64),
+    },
+}
 
 SM_120 = {
     "lse": {
@@ -218,7 +229,6 @@ SM_120 = {
         1024: Config(128, 64, 8, 1, hold=128, hold_a=64),
     },
     "keys_index": {
-        128: Config(64, 64, 8, 1, hold=64),
         1024: Config(64, 32, 8, 1, hold=64),
     },
     "queries_index": {
