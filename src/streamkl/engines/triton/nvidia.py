@@ -90,7 +90,7 @@ SM_80 = {
         1024: Config(64, 32, 8, 1, hold=64),
     },
     "queries_index": {
-        1024: Config(64, 16, 8, 1, hold=128, hold_a=64),
+        1024: Config(64, 32, 8, 1, hold=64),
     },
     **WARP_MISALIGNED,
     **FLOAT32,
@@ -165,7 +165,7 @@ SM_90 = {
 SM_100 = SM_90 | {
     "keys_group": SM_90["keys_group"] | {128: Config(128, 16, 8, 1)},
     "lse_index": {
-        1024: Config(128, 64, 8, 2, hold=128),
+        1024: Config(128, 64, 8, 1, hold=128),
     },
     "mixture_index": {
         128: Config(128, 32, 8, 2, hold=128),
@@ -232,7 +232,7 @@ SM_120 = {
         1024: Config(64, 32, 8, 1, hold=64),
     },
     "queries_index": {
-        1024: Config(64, 16, 8, 1, hold=128, hold_a=64),
+        1024: Config(64, 32, 8, 1, hold=64),
     },
     **WARP_MISALIGNED,
     **FLOAT32,
