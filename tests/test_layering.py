@@ -54,6 +54,7 @@ ALLOWED = {
     "engines/triton/launch.py": {"streamkl.engines.triton", "streamkl.engines.triton.meta", "streamkl.problem"},
     "engines/triton/plans.py": {
         "streamkl.engines.triton.launch",
+        "streamkl.engines.triton.meta",
         *(f"{KERNELS}.{name}" for name in ("backward", "forward", "lse", "primitives", "rows", "split")),
         "streamkl.problem",
         "streamkl.state",

@@ -118,6 +118,8 @@ def random_indexer_case(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     max_tokens: int = 48,
     topk: bool | None = None,
+    max_heads: int = 128,
+    max_batch: int = 3,
 ) -> Case:
     """Draws one problem of the contract of ``indexer_kl``; the same seed gives the same problem.
 
@@ -127,6 +129,8 @@ def random_indexer_case(
         dtypes: The dtypes to draw the teacher's and the indexer's from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
         topk: Whether rows name their keys; drawn if not given.
+        max_heads: The most heads of the teacher, and index heads.
+        max_batch: The most batch elements.
 
     Example:
         >>> from streamkl.testing import check_accuracy, random_indexer_case
@@ -140,11 +144,12 @@ def random_indexer_case(
     drawn["dtypes"] = (teacher_dtype, index_dtype)
     drawn["weight_dtype"] = rng.choice((None, torch.float32, index_dtype))
     wide = rng.random() < 0.1
-    drawn["heads"] = IndexerHeads(*rng.choice(WIDE_TEACHERS if wide else TEACHERS), rng.choice(INDEX_HEADS))
+    teachers = [heads for heads in (WIDE_TEACHERS if wide else TEACHERS) if heads[0] <= max_heads] or TEACHERS[:1]
+    drawn["heads"] = IndexerHeads(*rng.choice(teachers), rng.choice([n for n in INDEX_HEADS if n <= max_heads]))
     drawn["dims"] = (rng.choice(TEACHER_DIMS), rng.choice(INDEX_DIMS))
     max_tokens = min(max_tokens, 10 if wide else 20) if wide or drawn["heads"].indexer > 16 else max_tokens
     packed = rng.random() < 0.35
-    batch = drawn["batch"] = 1 if packed else rng.choice((1, 1, 2, 3))
+    batch = drawn["batch"] = 1 if packed else min(rng.choice((1, 1, 2, 3)), max_batch)
     if packed:
         drawn["tokens"], drawn["cu_seqlens"] = draw_sequences(rng, max_tokens)
     else:

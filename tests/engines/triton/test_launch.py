@@ -23,7 +23,7 @@ ARCH = "sm_90"
 
 
 def meta_problem(
-    heads=(8, 2, 8, 2), tokens=(4096, 4096), batch=2, dims=(128, 64), packed=0, deterministic=False
+    heads=(8, 2, 8, 2), tokens=(4096, 4096), batch=2, dims=(128, 64), packed=0, deterministic=False, summed=False
 ) -> tuple[Problem, Inputs, Normalisers]:
     def tensor(count: int, n: int, dim: int) -> torch.Tensor:
         return torch.empty(batch, count, n, dim, dtype=torch.bfloat16, device="meta")
@@ -31,12 +31,15 @@ def meta_problem(
     nq, nk = tokens
     inputs = Inputs(
         tensor(heads[0], nq, dims[0]), tensor(heads[1], nk, dims[0]), tensor(heads[2], nq, dims[1]),
-        tensor(heads[3], nk, dims[1]),
+        tensor(heads[3], nk, dims[1]), torch.empty(batch, nq, heads[2], device="meta").mT if summed else None,
     )  # fmt: skip
     cu = (torch.empty(packed + 1, dtype=torch.int32, device="meta") for _ in range(2)) if packed else (None, None)
     support = Support.of(inputs.b_q, inputs.b_k, None, 0, *cu)
-    problem = Problem(Side.of(*inputs[:2]), Side.of(*inputs[2:]), support, deterministic)
-    rows = [torch.empty(batch, n, nq, device="meta") for n in (heads[0], heads[0], heads[2], heads[2])]
+    problem = Problem(
+        Side.of(*inputs[:2]), Side.of(inputs.b_q, inputs.b_k, summed=summed), support, deterministic
+    )  # fmt: skip
+    counts = (heads[0], heads[0], problem.distributions, problem.distributions)
+    rows = [torch.empty(batch, n, nq, device="meta") for n in counts]
     return problem, inputs, Normalisers(*rows)
 
 
@@ -44,11 +47,12 @@ def every_plan(problem: Problem, inputs: Inputs, norm: Normalisers) -> dict[str,
     from streamkl.engines.triton import plans
 
     found = {
-        "lse": plans.logsumexp(problem.support, problem.a, inputs.a_q, inputs.a_k, ARCH)[0],
+        "lse": plans.logsumexp(problem.support, problem.a, inputs.a_q, inputs.a_k, None, ARCH)[0],
+        "lse of b": plans.logsumexp(problem.support, problem.b, inputs.b_q, inputs.b_k, inputs.b_w, ARCH)[0],
         "backward": plans.backward(problem, inputs, norm, norm.m_b, norm.m_b, problem.group == 1, True, ARCH)[0],
         "train": plans.train(problem, inputs, norm, norm.m_b, ARCH)[0],
     }
-    if problem.group == 1:
+    if problem.group == 1 and not problem.b.summed:
         found["paired"] = plans.paired_rows(problem, inputs, ARCH)[0]
     else:
         found["mixture"] = plans.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, ARCH)[0]
@@ -74,18 +78,21 @@ def test_packed_grids_have_a_block_a_sequence_to_spare(packed: int) -> None:
 
 @pytest.mark.parametrize("packed", [0, 3])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1)], ids=["per_head", "groups"])
+@pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1), (8, 2, 4, 1)], ids=["per_head", "groups", "indexer"])
 def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_allocated(heads, deterministic, packed):
     """Meta tensors have no values to read: a plan that waited for one would fail here."""
-    problem, inputs, norm = meta_problem(heads, (48, 5000), 1, packed=packed, deterministic=deterministic)
-    allowed = {tuple(x.shape) for x in (*inputs, *norm)} | {()}
+    summed = heads == (8, 2, 4, 1)
+    problem, inputs, norm = meta_problem(
+        heads, (48, 5000), 1, packed=packed, deterministic=deterministic, summed=summed
+    )  # fmt: skip
+    allowed = {tuple(x.shape) for x in (*inputs, *norm) if x is not None} | {()}
 
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor):
                 shape = tuple(out.shape)
-                partial = len(shape) == 3 and shape[0] <= 5 and shape[2] in (48 * 8, 48 * 2)  # states of split keys
+                partial = len(shape) == 3 and shape[0] <= 5 and shape[2] in (48 * 8, 48 * 2, 48)  # states of split keys
                 partial = partial or (len(shape) > 1 and shape[1:] in allowed)  # gradients and sums of split keys
                 assert shape in allowed or partial, (func, shape)
             return out
@@ -173,7 +180,8 @@ def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
 
 
 def test_every_table_has_every_kind() -> None:
-    kinds = ("lse", "paired", "mixture", "keys_one", "keys_group", "queries_one", "queries_group", "keys_both")
+    kinds = ("lse", "paired", "mixture", "keys_one", "keys_group", "queries_one", "queries_group", "keys_both",
+             "lse_index", "mixture_index", "keys_index", "queries_index")  # fmt: skip
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "sm_103", "gfx999"):
         for kind in kinds:
             for flavour in ("", "_misaligned", "_float32"):

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import streamkl
-from streamkl import attention_kl, attention_lse
+from streamkl import attention_kl, attention_lse, indexer_kl
 from streamkl.engines.triton import architecture, launch
 from streamkl.engines.triton.meta import Config
-from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
 
 pytest.importorskip("triton")
 
@@ -95,6 +95,26 @@ def test_no_address_outside_of_the_arguments(name, splits, hold, deterministic, 
     )  # fmt: skip
     assert sanitizer["checked"] > 10_000
     assert "keys_kernel" in sanitizer["kernels"]
+    assert ("queries_kernel" in sanitizer["kernels"]) == deterministic
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["one_sweep", "deterministic"])
+@pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
+@pytest.mark.parametrize("splits", [1, 16], ids=["", "split"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_address_outside_of_an_indexers_arguments(
+    reduction, splits, hold, deterministic, sanitizer, monkeypatch
+) -> None:
+    config = Config(rows=16, keys=16, warps=1, stages=1, hold=hold, chunk=32, grad=32)
+    monkeypatch.setattr(architecture, "INTERPRETED", config)
+    monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", splits)
+    monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)
+    case = make_indexer_case(
+        0, heads=IndexerHeads(2, 1, 3), tokens=(23, 37), dims=(40, 24), batch=1, window=(19, 3), reduction=reduction,
+        weight_dtype=torch.float16, dtypes=(torch.float16, torch.float16),
+    )  # fmt: skip
+    evaluate(indexer_kl, case.tensors, case, backend="triton", deterministic=deterministic, **case.options)
+    assert sanitizer["checked"] > 10_000
     assert ("queries_kernel" in sanitizer["kernels"]) == deterministic
 
 

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 import torch
 
-from streamkl import attention_kl, attention_lse, reference
+from streamkl import attention_kl, attention_lse, indexer_kl, reference
 from streamkl.engines.triton import architecture
 from streamkl.engines.triton.meta import Config
-from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
+from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
 
 pytest.importorskip("triton")
 
@@ -119,6 +119,36 @@ def test_training_with_a_teacher_lse_takes_one_teacher_and_four_student_products
     assert products[(ROWS, TEACHER_DIM, KEYS)] == visited * heads.teacher // heads.student
     assert products[(ROWS, STUDENT_DIM, KEYS)] == 2 * visited  # its LSE first, then the sweep
     assert gradient_products(products, STUDENT_DIM) == (visited, visited)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("heads", [IndexerHeads(1, 1, 3), IndexerHeads(4, 2, 1), IndexerHeads(6, 3, 5)], ids=str)
+def test_an_indexer_takes_one_teacher_product_a_head_and_tile(heads, causal, products) -> None:
+    """With the teacher's log-sum-exp, for the loss and all gradients together."""
+    case = make_indexer_case(
+        0, heads=heads, dims=(TEACHER_DIM, STUDENT_DIM), batch=1, tokens=(64, 64), teacher_lse=True, causal=causal,
+        guard=False,
+    )  # fmt: skip
+    evaluate(indexer_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="triton", **case.options)
+    visited, _ = tiles(64, 64, {"causal": causal})
+    assert products[(ROWS, TEACHER_DIM, KEYS)] == heads.teacher * visited
+    assert products[(ROWS, STUDENT_DIM, KEYS)] == 3 * heads.indexer * visited  # its LSE, the sum, and each head again
+    assert gradient_products(products, STUDENT_DIM) == (heads.indexer * visited, heads.indexer * visited)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_deterministic_indexer_computes_the_teacher_again_for_each_index_head(heads, products) -> None:
+    case = make_indexer_case(
+        0, heads=IndexerHeads(2, 1, heads), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, tokens=(64, 64),
+        teacher_lse=True, causal=False, guard=False,
+    )  # fmt: skip
+    evaluate(
+        indexer_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="triton", deterministic=True,
+        **case.options,
+    )  # fmt: skip
+    visited, _ = tiles(64, 64, {})
+    assert products[(ROWS, TEACHER_DIM, KEYS)] == 2 * visited * (heads + 1)  # dQ's programs, and dK's
+    assert gradient_products(products, STUDENT_DIM) == (heads * visited, heads * visited)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -33,8 +33,6 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
         return f"runs on NVIDIA and AMD GPUs, not on {device.type}"
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
-    if problem is not None and problem.b.summed:
-        return "does not sum index heads"
     if problem is not None and problem.support.topk is not None:
         return "does not take topk_indices"
     if importlib.util.find_spec("triton") is None:
@@ -73,10 +71,10 @@ def _unknown_gpu(device: torch.device) -> str | None:
 def logsumexp(
     support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]``; ``(-inf, 0)`` where a row sees no key."""
+    """``(m, ln l)`` of the side's logits, each ``[B, distributions, Nq]``; ``(-inf, 0)`` where a row sees no key."""
     from streamkl.engines.triton import architecture, launch, plans
 
-    launches, rows = plans.logsumexp(support, side, q, k, architecture.of(q.device))
+    launches, rows = plans.logsumexp(support, side, q, k, w, architecture.of(q.device))
     launch.run_all(launches, q.device)
     return rows
 
@@ -120,14 +118,14 @@ def backward(
     launch.run_all(launches, device)
     return Gradients(
         *(
-            None if grad is None else _summed(grad, x).to(x.dtype)
-            for grad, x in zip(gradients[:4], inputs[:4], strict=True)
+            None if grad is None or x is None else _summed(grad, x).to(x.dtype)
+            for grad, x in zip(gradients, inputs, strict=True)
         )
     )
 
 
 def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
-    """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
+    """``sum(weight * kl)``, its gradients to side ``b``, unrounded, and the mass, in one sweep over ``a``."""
     from streamkl.engines.triton import architecture, launch, plans
 
     device = inputs.b_q.device
@@ -138,7 +136,8 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     rounding = (norm.ln_l_b.double() - ln2 * made.b.l.double()).float()  # of log2 l_b, which the sweep read
     kl = (ln2 * acc / s + rounding) - torch.log(s)
     loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, 0.0), 0.0).sum()
-    gradients = Gradients(None, None, _summed(made.dq, inputs.b_q), made.dk)
+    dw = None if made.dw is None or inputs.b_w is None else _summed(made.dw, inputs.b_w)
+    gradients = Gradients(None, None, _summed(made.dq, inputs.b_q), made.dk, dw)
     return loss, gradients, torch.where(weight == 0, 1.0, s)
 
 

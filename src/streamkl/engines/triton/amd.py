@@ -9,7 +9,8 @@ from streamkl.engines.triton.meta import Config
 PROCESSORS = {"gfx942": 304, "gfx950": 256}
 """Compute units of the largest GPU of each."""
 
-KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group")
+KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
+         "mixture_index", "keys_index", "queries_index")  # fmt: skip
 """Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
 
 MISALIGNED = {
@@ -22,7 +23,7 @@ FLOAT32 = {
     **{f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=64, chunk=32, grad=64)} for kind in KINDS},
     **{
         f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=16, chunk=32, grad=32)}
-        for kind in ("queries_one", "queries_group")
+        for kind in ("queries_one", "queries_group", "queries_index")
     },
 }
 """float32 is multiplied without the matrix cores, to keep its digits."""
@@ -72,6 +73,18 @@ GFX942 = {
         128: Config(128, 64, 4, 1),
         256: Config(128, 64, 4, 1, hold=128),
         1024: Config(128, 64, 4, 1, hold=128),
+    },
+    "lse_index": {
+        1024: Config(128, 64, 4, 2, hold=128),
+    },
+    "mixture_index": {
+        1024: Config(128, 64, 4, 2, hold=128),
+    },
+    "keys_index": {
+        1024: Config(128, 32, 4, 1, hold=128),
+    },
+    "queries_index": {
+        1024: Config(128, 32, 4, 1, hold=128),
     },
     **MISALIGNED,
     **FLOAT32,

@@ -63,7 +63,9 @@ def _quiet() -> Iterator[None]:
 class Sweep:
     """What all launches over one problem share."""
 
-    def __init__(self, problem: Problem, tensors: Sequence[Tensor], arch: str, kind: str) -> None:
+    def __init__(
+        self, problem: Problem, tensors: Sequence[Tensor], arch: str, kind: str, weighted: bool = False
+    ) -> None:
         self.problem, self.support = problem, problem.support
         width = max(problem.a.dim, problem.b.dim)
         if max(problem.a.dtype.itemsize, problem.b.dtype.itemsize) == 4:
@@ -73,8 +75,10 @@ class Sweep:
         self.config: Config = architecture.config(arch, kind, width)
         self.processors = architecture.processors(arch)
         upcast = arch == architecture.INTERPRETER
+        hold_a = self.config.hold if self.config.hold_a is None else self.config.hold_a
         self.a, self.b = (
-            SideMeta.of(side, self.config, upcast and side.dtype == torch.bfloat16) for side in (problem.a, problem.b)
+            SideMeta.of(side, self.config, hold, upcast and side.dtype == torch.bfloat16, has_weights)
+            for side, hold, has_weights in ((problem.a, hold_a, False), (problem.b, self.config.hold, weighted))
         )
         self.group = Group.of(problem)
         self.mask = Mask.of(problem.support)

@@ -12,7 +12,8 @@ class Config(NamedTuple):
     """How one kernel is cut: a row of the tables in ``nvidia.py`` and ``amd.py``.
 
     ``rows`` and ``keys`` of a tile, warps of a program and stages of its software pipeline. Heads wider than ``hold``
-    are not held but read in chunks of ``chunk``, and of their gradients ``grad`` columns are made at a time.
+    are not held but read in chunks of ``chunk``, and of their gradients ``grad`` columns are made at a time; heads of
+    side ``a`` wider than ``hold_a``, if it is given.
     """
 
     rows: int
@@ -22,6 +23,7 @@ class Config(NamedTuple):
     hold: int = 256
     chunk: int = 64
     grad: int = 128
+    hold_a: int | None = None
 
 
 class SideMeta(NamedTuple):
@@ -29,6 +31,7 @@ class SideMeta(NamedTuple):
 
     ``share`` query heads read one key head. ``grad`` columns of a gradient are made at a
     time. ``upcast`` multiplies in float32, for the interpreter, which cannot multiply bfloat16.
+    Of an indexer, ``heads`` heads are summed, each times a weight of the row where they are ``weighted``.
     """
 
     dim: int
@@ -38,20 +41,24 @@ class SideMeta(NamedTuple):
     relu: bool
     grad: int
     upcast: bool
+    heads: int = 0
+    weighted: bool = False
 
     @classmethod
-    def of(cls, side: Side, config: Config, upcast: bool) -> SideMeta:
-        """Cuts a side as the config says."""
+    def of(cls, side: Side, config: Config, hold: int, upcast: bool, weighted: bool = False) -> SideMeta:
+        """Cuts a side as the config says, in chunks where it is wider than ``hold``."""
         block = padded(side.dim)
-        chunked = block > config.hold
+        chunked = block > hold
         return cls(
             dim=side.dim,
             block=config.chunk if chunked else block,
             chunked=chunked,
-            share=side.heads // side.kv_heads,
+            share=side.distributions // side.kv_heads,
             relu=side.relu,
             grad=config.grad if chunked else block,
             upcast=upcast,
+            heads=summed_heads(side, weighted),
+            weighted=weighted,
         )
 
     @property
@@ -94,6 +101,11 @@ class Group(NamedTuple):
         if size % share == 0:
             return cls(size, size // share, share, 1)
         return cls(size, size, 1, 1)
+
+
+def summed_heads(side: Side, weighted: bool) -> int:
+    """How many heads a kernel has to sum: a single one without a weight is a head like any other, and none."""
+    return side.heads if side.summed and (weighted or side.heads > 1) else 0
 
 
 def padded(dim: int) -> int:

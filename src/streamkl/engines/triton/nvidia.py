@@ -9,7 +9,8 @@ from streamkl.engines.triton.meta import Config
 PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188}
 """Multiprocessors of the largest GPU of each."""
 
-KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group")
+KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
+         "mixture_index", "keys_index", "queries_index")  # fmt: skip
 """Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
 
 WARP_MISALIGNED = {
@@ -30,7 +31,7 @@ FLOAT32 = {
     **{f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=64, chunk=32, grad=64)} for kind in KINDS},
     **{
         f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=16, chunk=32, grad=32)}
-        for kind in ("queries_one", "queries_group")
+        for kind in ("queries_one", "queries_group", "queries_index")
     },
 }
 """float32 is multiplied without tensor cores, to keep its digits."""
@@ -78,6 +79,18 @@ SM_80 = {
         128: Config(128, 32, 8, 1, hold=64),
         256: Config(64, 32, 8, 1, hold=128),
         1024: Config(64, 32, 8, 1, hold=128),
+    },
+    "lse_index": {
+        1024: Config(128, 64, 8, 1, hold=128),
+    },
+    "mixture_index": {
+        1024: Config(128, 64, 8, 1, hold=128, hold_a=64),
+    },
+    "keys_index": {
+        1024: Config(64, 32, 8, 1, hold=64),
+    },
+    "queries_index": {
+        1024: Config(64, 32, 8, 1, hold=64),
     },
     **WARP_MISALIGNED,
     **FLOAT32,
@@ -132,6 +145,19 @@ SM_90 = {
         256: Config(128, 32, 8, 2, hold=128),
         1024: Config(128, 32, 8, 2, hold=128),
     },
+    "lse_index": {
+        1024: Config(128, 128, 8, 2, hold=128),
+    },
+    "mixture_index": {
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "keys_index": {
+        128: Config(128, 32, 8, 2, hold=128, hold_a=64),
+        1024: Config(128, 32, 8, 2, hold=64),
+    },
+    "queries_index": {
+        1024: Config(128, 32, 8, 2, hold=128),
+    },
     **WARPGROUP_MISALIGNED,
     **FLOAT32,
 }
@@ -154,6 +180,16 @@ SM_100 = SM_90 | {
         **SM_90["queries_group"],
         64: Config(128, 64, 8, 1),
         128: Config(128, 32, 8, 1),
+    },
+    "lse_index": {
+        1024: Config(128, 64, 8, 1, hold=128),
+    },
+    "mixture_index": {
+        128: Config(128, 32, 8, 2, hold=128),
+        1024: Config(128, 64, 8, 1, hold=128),
+    },
+    "keys_index": {
+        1024: Config(128, 16, 8, 1, hold=128, hold_a=64),
     },
 }
 
@@ -202,6 +238,18 @@ SM_120 = {
         128: Config(128, 32, 8, 1, hold=64),
         256: Config(64, 32, 8, 1, hold=128),
         1024: Config(64, 32, 8, 1, hold=128),
+    },
+    "lse_index": {
+        1024: Config(128, 64, 8, 1, hold=128),
+    },
+    "mixture_index": {
+        1024: Config(128, 64, 8, 1, hold=128, hold_a=64),
+    },
+    "keys_index": {
+        1024: Config(64, 32, 8, 1, hold=64),
+    },
+    "queries_index": {
+        1024: Config(64, 32, 8, 1, hold=64),
     },
     **WARP_MISALIGNED,
     **FLOAT32,

@@ -23,6 +23,7 @@ from streamkl.engines.triton.launch import (
     new_rows,
     row_launch,
 )
+from streamkl.engines.triton.meta import summed_heads
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
 
@@ -38,19 +39,21 @@ class Rows(NamedTuple):
 
 
 def logsumexp(
-    support: Support, side: Side, q: Tensor, k: Tensor, arch: str
+    support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, arch: str
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
-    """``(m, ln l)`` of one side, each ``[B, H, Nq]``."""
-    sweep = Sweep(Problem(side, side, support), (q, k), arch, "lse")
-    m, ln_l = (new_rows(q, side.heads, sweep.mask.packed, value) for value in (-torch.inf, 0.0))
+    """``(m, ln l)`` of one side, each ``[B, distributions, Nq]``."""
+    kind = "lse_index" if summed_heads(side, w is not None) else "lse"
+    sweep = Sweep(Problem(side, side, support), (q, k), arch, kind, w is not None)
+    m, ln_l = (new_rows(q, side.distributions, sweep.mask.packed, value) for value in (-torch.inf, 0.0))
     splits, blocks = sweep.key_splits(), sweep.row_blocks()
     parts = _parts(q, 2, splits, m)
     arguments = {
-        "q": q, "k": k, "strides_q": q.stride(), "strides_k": k.stride(), "cu": sweep.cu(), "extent": sweep.extent,
+        "q": q, "k": k, "w": w, "strides_q": q.stride(), "strides_k": k.stride(),
+        "strides_w": None if w is None else w.stride(), "cu": sweep.cu(), "extent": sweep.extent,
         "scale": side.scale, "out_m": m, "out_ln_l": ln_l, "parts": parts, "blocks": blocks,
         "units": sweep.units, "splits": splits, "rows": m.numel(),
     }  # fmt: skip
-    constants = sweep.constants(SIDE=sweep.a, SPLIT=splits > 1)
+    constants = sweep.constants(SIDE=sweep.b, SPLIT=splits > 1)
     del constants["A"], constants["B"]
     launches = [sweep.launch(lse_kernel, blocks * sweep.units * support.batch * splits, arguments, constants)]
     if splits > 1:
@@ -66,7 +69,7 @@ def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launc
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
         for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
     }
-    launches = _forward(sweep, inputs, paired_kernel, merge_paired_kernel, 5, {}, out)
+    launches = _forward(sweep, inputs, paired_kernel, merge_paired_kernel, 5, _tensors(inputs), out)
     kl, mean, *norm = out.values()
     return launches, (kl, mean, Normalisers(*norm))
 
@@ -75,13 +78,14 @@ def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor, arch: str
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``."""
-    sweep = Sweep(problem, inputs[:4], arch, "mixture")
+    kind = "mixture_index" if _is_index(problem, inputs) else "mixture"
+    sweep = Sweep(problem, inputs[:4], arch, kind, inputs.b_w is not None)
     prepare, a = _rows(m_a, ln_l_a, None, problem.group)
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
         for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
     }
-    known = {"m_a": a.m, "l_a": a.l}
+    known = _tensors(inputs) | _index_weights(inputs) | {"m_a": a.m, "l_a": a.l}
     launches = _forward(sweep, inputs, mixture_kernel, merge_mixture_kernel, 4, known, out)
     kl, m_b, ln_l_b = out.values()
     return [prepare, *launches], (kl, m_b, ln_l_b)
@@ -107,7 +111,7 @@ def backward(
         wanted = [(True, False), (False, True)]
     for want in wanted:
         gradient.add(*want)
-    return gradient.launches, Gradients(gradient.dq_a, gradient.dk_a, gradient.dq_b, gradient.dk_b)
+    return gradient.launches, Gradients(gradient.dq_a, gradient.dk_a, gradient.dq_b, gradient.dk_b, gradient.dw_b)
 
 
 class Trained(NamedTuple):
@@ -115,6 +119,7 @@ class Trained(NamedTuple):
 
     dq: Tensor
     dk: Tensor
+    dw: Tensor | None
     sum_p: Tensor
     sum_acc: Tensor
     a: Rows
@@ -130,7 +135,7 @@ def train(
     assert gradient.dq_b is not None
     assert gradient.dk_b is not None
     return gradient.launches, Trained(
-        gradient.dq_b, gradient.dk_b, gradient.sum_p, gradient.sum_acc, gradient.a, gradient.b
+        gradient.dq_b, gradient.dk_b, gradient.dw_b, gradient.sum_p, gradient.sum_acc, gradient.a, gradient.b
     )
 
 
@@ -149,7 +154,10 @@ class _Gradient:
         self.mean = self.weight
         both = Sweep(problem, inputs[:4], arch, "keys_both")
         self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or both.a.chunked or both.b.chunked
-        self.dq_a = self.dk_a = self.dq_b = self.dk_b = None
+        self.dq_a = self.dk_a = self.dq_b = self.dk_b = self.dw_b = None
+        self.peak_w = None
+        if inputs.b_w is not None and inputs.b_q.dtype == torch.float16:
+            self.peak_w = _peak(torch.where((self.weight != 0) & (norm.m_b != -torch.inf), inputs.b_w.float(), 0.0))
         if loss:
             self.sum_p, self.sum_acc = (torch.zeros_like(self.b.m) for _ in range(2))
         else:
@@ -157,7 +165,8 @@ class _Gradient:
 
     def add(self, want_a: bool, want_b: bool) -> None:
         """One sweep for dQ and dK of the sides that want them; two if deterministic."""
-        kind = "group" if self.problem.group > 1 else "both" if want_a and want_b else "one"
+        index = _is_index(self.problem, self.inputs)
+        kind = "index" if index else "group" if self.problem.group > 1 else "both" if want_a and want_b else "one"
         if self.problem.deterministic:
             self._add_queries(want_a, want_b, kind)
         self._add_keys(want_a, want_b, kind)
@@ -165,7 +174,7 @@ class _Gradient:
     def _add_keys(self, want_a: bool, want_b: bool, kind: str) -> None:
         problem, inputs = self.problem, self.inputs
         one_sweep = not problem.deterministic
-        sweep = Sweep(problem, inputs[:4], self.arch, f"keys_{kind}")
+        sweep = Sweep(problem, inputs[:4], self.arch, f"keys_{kind}", inputs.b_w is not None)
         pack = sweep.group.pack
         span = 1 if want_a and want_b else (sweep.a if want_a else sweep.b).share // pack
         owners, blocks = sweep.units // span, sweep.key_blocks()
@@ -183,10 +192,12 @@ class _Gradient:
             self.dk_b = self._new(inputs.b_k, atomic_b, sweep.mask.packed)
             if one_sweep:
                 self.dq_b = torch.zeros(inputs.b_q.shape, dtype=torch.float32, device=inputs.b_q.device)
+                if inputs.b_w is not None:
+                    self.dw_b = torch.zeros(inputs.b_w.shape, dtype=torch.float32, device=inputs.b_q.device)
         arguments = self._arguments(sweep) | {
             "dq_a": _or(self.dq_a, self.b.m), "dk_a": _or(self.dk_a, self.b.m), "dq_b": _or(self.dq_b, self.b.m),
-            "dk_b": _or(self.dk_b, self.b.m), "sum_p": self.sum_p, "sum_acc": self.sum_acc, "blocks": blocks,
-            "owners": owners, "pieces": pieces, "span": span, "splits": splits,
+            "dk_b": _or(self.dk_b, self.b.m), "dw_b": self.dw_b, "sum_p": self.sum_p, "sum_acc": self.sum_acc,
+            "blocks": blocks, "owners": owners, "pieces": pieces, "span": span, "splits": splits,
         }  # fmt: skip
         constants = sweep.constants(
             WANT_A=want_a, WANT_B=want_b, DQ=one_sweep, LOSS=self.loss and one_sweep, ATOMIC_A=atomic_a and want_a,
@@ -197,30 +208,32 @@ class _Gradient:
 
     def _add_queries(self, want_a: bool, want_b: bool, kind: str) -> None:
         problem, inputs = self.problem, self.inputs
-        sweep = Sweep(problem, inputs[:4], self.arch, f"queries_{kind}")
+        sweep = Sweep(problem, inputs[:4], self.arch, f"queries_{kind}", inputs.b_w is not None)
         pieces = max(sweep.a.pieces if want_a else 1, sweep.b.pieces if want_b else 1)
         blocks, splits = sweep.row_blocks(), sweep.key_splits()
         if want_a:
             self.dq_a = self._new_rows(inputs.a_q, splits, sweep.mask.packed)
         if want_b:
             self.dq_b = self._new_rows(inputs.b_q, splits, sweep.mask.packed)
+            if inputs.b_w is not None:
+                self.dw_b = self._new_rows(inputs.b_w, splits, sweep.mask.packed)
         if self.loss:
             shape = (splits, *self.b.m.shape) if splits > 1 else self.b.m.shape
             self.sum_p, self.sum_acc = (self.b.m.new_zeros(shape) for _ in range(2))
         arguments = self._arguments(sweep) | {
-            "dq_a": _or(self.dq_a, self.b.m), "dq_b": _or(self.dq_b, self.b.m), "out_p": self.sum_p,
-            "out_acc": self.sum_acc, "blocks": blocks, "units": sweep.units, "pieces": pieces, "splits": splits,
-            "rows": self.b.m.numel(),
+            "dq_a": _or(self.dq_a, self.b.m), "dq_b": _or(self.dq_b, self.b.m), "dw_b": self.dw_b,
+            "out_p": self.sum_p, "out_acc": self.sum_acc, "blocks": blocks, "units": sweep.units, "pieces": pieces,
+            "splits": splits, "rows": self.b.m.numel(),
         }  # fmt: skip
         constants = sweep.constants(WANT_A=want_a, WANT_B=want_b, LOSS=self.loss, HALF=self.half)
-        programs = blocks * sweep.units * problem.support.batch * pieces * splits
+        programs = blocks * sweep.units * problem.support.batch * pieces * max(sweep.b.heads, 1) * splits
         self.launches.append(sweep.launch(queries_kernel, programs, arguments, constants))
 
     def _arguments(self, sweep: Sweep) -> dict[str, Any]:
         a, b = self.problem.a, self.problem.b
-        return _tensors(self.inputs) | {
+        return _tensors(self.inputs) | _index_weights(self.inputs) | {
             "m_a": self.a.m, "l_a": self.a.l, "m_b": self.b.m, "l_b": self.b.l, "weight": self.weight,
-            "mean": self.mean, "peak": self.peak, "cu": sweep.cu(), "extent": sweep.extent,
+            "mean": self.mean, "peak": self.peak, "peak_w": self.peak_w, "cu": sweep.cu(), "extent": sweep.extent,
             "scale_a": a.scale, "scale_b": b.scale,
         }  # fmt: skip
 
@@ -238,13 +251,13 @@ class _Gradient:
 
 
 def _forward(
-    sweep: Sweep, inputs: Inputs, kernel: Any, merge: Any, fields: int, known: dict[str, Tensor], out: dict[str, Tensor]
+    sweep: Sweep, inputs: Inputs, kernel: Any, merge: Any, fields: int, known: dict[str, Any], out: dict[str, Tensor]
 ) -> list[Launch]:
     """A forward sweep, and the merge of its shares if the keys were split."""
     rows = out["out_kl"]
     splits, blocks = sweep.key_splits(), sweep.row_blocks()
     parts = _parts(inputs.b_q, fields, splits, rows)
-    arguments = _tensors(inputs) | known | out | {
+    arguments = known | out | {
         "cu": sweep.cu(), "extent": sweep.extent, "scale_a": sweep.problem.a.scale,
         "scale_b": sweep.problem.b.scale, "parts": parts, "blocks": blocks, "units": sweep.units,
         "splits": splits, "rows": rows.numel(),
@@ -264,6 +277,16 @@ def _tensors(inputs: Inputs) -> dict[str, Any]:
         "q_a": a_q, "k_a": a_k, "q_b": b_q, "k_b": b_k, "strides_qa": a_q.stride(), "strides_ka": a_k.stride(),
         "strides_qb": b_q.stride(), "strides_kb": b_k.stride(),
     }  # fmt: skip
+
+
+def _index_weights(inputs: Inputs) -> dict[str, Any]:
+    w = inputs.b_w
+    return {"w_b": w, "strides_wb": None if w is None else w.stride()}
+
+
+def _is_index(problem: Problem, inputs: Inputs) -> bool:
+    """Whether kernels have heads to sum."""
+    return summed_heads(problem.b, inputs.b_w is not None) > 0
 
 
 def _parts(q: Tensor, fields: int, splits: int, rows: Tensor) -> Tensor:
@@ -289,11 +312,16 @@ def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor]:
     weight = weight.float()
     if not half:
         return weight, weight
-    if weight.numel() == 0:
-        return weight, weight.new_ones(())
-    largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax()
-    peak = torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
+    peak = _peak(weight)
     return weight / peak, peak
+
+
+def _peak(weight: Tensor) -> Tensor:
+    """The least power of two that is no less than any finite weight; 1 where there is none."""
+    if weight.numel() == 0:
+        return torch.ones((), dtype=torch.float32, device=weight.device)
+    largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax()
+    return torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

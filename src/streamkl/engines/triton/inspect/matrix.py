@@ -20,7 +20,26 @@ KINDS = ("lse", "paired", "mixture", "backward", "backward_both", "backward_grou
          "queries_group")  # fmt: skip
 """The engine's functions: ``_both`` sides' gradients, ``_group`` means, ``queries`` the deterministic pair."""
 
+INDEX_KINDS = ("lse_index", "mixture_index", "backward_index", "train_index", "queries_index")
+"""The same for an indexer against the mean of all heads."""
+
+INDEX_DIMS = {(128, 128): (32, 8), (576, 128): (128, 1)}
+"""Head dims of teacher and indexer, and the teacher's query and key heads."""
+
 TOKENS, HEADS, KV_HEADS = 4096, 16, 4
+
+
+class Indexer(NamedTuple):
+    """How many index heads are summed, and whether each has a weight."""
+
+    heads: int
+    weighted: bool
+
+    def __str__(self) -> str:
+        return f" J={self.heads}{' weighted' if self.weighted else ''}"
+
+
+INDEXERS = (Indexer(1, False), Indexer(1, True), Indexer(64, True))
 
 
 class Variant(NamedTuple):
@@ -31,12 +50,13 @@ class Variant(NamedTuple):
     dims: tuple[int, int]
     dtype: torch.dtype
     aligned: bool
+    indexer: Indexer | None = None
     worst: bool = False
 
     def __str__(self) -> str:
         dims = f"{self.dims[0]}" if self.dims[0] == self.dims[1] else f"{self.dims[0]}/{self.dims[1]}"
         rest = f"{'' if self.aligned else ' misaligned'}{' worst' if self.worst else ''}"
-        return f"{self.arch} {self.kind} {dims} {str(self.dtype)[6:]}{rest}"
+        return f"{self.arch} {self.kind} {dims}{self.indexer or ''} {str(self.dtype)[6:]}{rest}"
 
 
 def launches(variant: Variant) -> list[Launch]:
@@ -44,10 +64,11 @@ def launches(variant: Variant) -> list[Launch]:
 
     Causal, or, as ``worst``, packed sequences in a window on both sides, a relu, and sizes that 16 does not divide.
     """
-    arch, kind, dims, dtype, aligned, worst = variant
+    arch, kind, dims, dtype, aligned, indexer, worst = variant
     batch, tokens = (1, TOKENS + 1) if worst else (2, TOKENS)
     group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")
-    distributions = KV_HEADS if group else HEADS
+    heads, kv_heads = (HEADS, KV_HEADS) if indexer is None else INDEX_DIMS[dims]
+    distributions = KV_HEADS if group else HEADS if indexer is None else 1
 
     def tensor(heads: int, dim: int) -> Tensor:
         return torch.empty(batch, heads, tokens, dim if aligned else dim + 1, dtype=dtype, device="meta")[..., :dim]
@@ -55,23 +76,29 @@ def launches(variant: Variant) -> list[Launch]:
     def rows(heads: int) -> Tensor:
         return torch.empty(batch, heads, tokens, device="meta")
 
-    inputs = Inputs(
-        tensor(HEADS, dims[0]), tensor(KV_HEADS, dims[0]), tensor(distributions, dims[1]), tensor(KV_HEADS, dims[1])
-    )
-    a, b = Side.of(inputs.a_q, inputs.a_k), Side.of(inputs.b_q, inputs.b_k, relu=worst)
+    if indexer is None:
+        student = (tensor(distributions, dims[1]), tensor(KV_HEADS, dims[1]), None)
+    else:
+        w = torch.empty(batch, tokens, indexer.heads, device="meta").mT if indexer.weighted else None
+        student = (tensor(indexer.heads, dims[1]), tensor(1, dims[1]), w)
+    inputs = Inputs(tensor(heads, dims[0]), tensor(kv_heads, dims[0]), *student)
+    a = Side.of(inputs.a_q, inputs.a_k)
+    b = Side.of(inputs.b_q, inputs.b_k, relu=worst or indexer is not None, summed=indexer is not None)
     starts = (torch.empty(8, dtype=torch.int32, device="meta"),) * 2 if worst else (None, None)
     support = Support.of(inputs.b_q, inputs.b_k, 1000 if worst else None, 3 if worst else 0, *starts)
     problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
-    norm = Normalisers(rows(HEADS), rows(HEADS), rows(distributions), rows(distributions))
+    norm = Normalisers(rows(heads), rows(heads), rows(distributions), rows(distributions))
     if kind == "lse":
-        made = plans.logsumexp(support, a, inputs.a_q, inputs.a_k, arch)[0]
+        made = plans.logsumexp(support, a, inputs.a_q, inputs.a_k, None, arch)[0]
+    elif kind == "lse_index":
+        made = plans.logsumexp(support, b, inputs.b_q, inputs.b_k, inputs.b_w, arch)[0]
     elif kind == "paired":
         made = plans.paired_rows(problem, inputs, arch)[0]
-    elif kind == "mixture":
+    elif kind.startswith("mixture"):
         made = plans.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, arch)[0]
     elif kind.startswith("train"):
         made = plans.train(problem, inputs, norm, rows(distributions), arch)[0]
     else:
-        mean = rows(HEADS) if both else None
+        mean = rows(heads) if both else None
         made = plans.backward(problem, inputs, norm, mean, rows(distributions), both, True, arch)[0]
     return [launch for launch in made if "ROWS" in launch.constants]

@@ -17,7 +17,16 @@ import triton
 
 from streamkl.engines.triton.inspect import binary, budget
 from streamkl.engines.triton.inspect.compiler import compile_launch
-from streamkl.engines.triton.inspect.matrix import DIMS, KINDS, TARGETS, Variant, launches
+from streamkl.engines.triton.inspect.matrix import (
+    DIMS,
+    INDEX_DIMS,
+    INDEX_KINDS,
+    INDEXERS,
+    KINDS,
+    TARGETS,
+    Variant,
+    launches,
+)
 from streamkl.engines.triton.launch import Launch
 
 PACKAGE = Path(__file__).parent.parent
@@ -71,6 +80,25 @@ def variants(targets: Iterable[str] = TARGETS, quick: bool = False) -> list[Vari
             found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
             if gradient and not quick:
                 found.append(Variant(arch, kind, dims, torch.float16, True))
+        found += _indexers(arch, quick)
+    return found
+
+
+def _indexers(arch: str, quick: bool) -> list[Variant]:
+    """The same for indexers; other dtypes and misaligned ones with many heads alone, whose kernels have more to do."""
+    found = []
+    for kind, dims, indexer in itertools.product(INDEX_KINDS, INDEX_DIMS, INDEXERS):
+        if kind == "lse_index" and (dims[0] != dims[1] or indexer == INDEXERS[0]):
+            continue  # of one side, and one head without a weight is a head like any other
+        if quick and (kind not in ("mixture_index", "train_index") or dims != (128, 128) or indexer != INDEXERS[-1]):
+            continue
+        found.append(Variant(arch, kind, dims, torch.bfloat16, True, indexer))
+        if quick or indexer != INDEXERS[-1]:
+            continue
+        gradient = kind not in ("lse_index", "mixture_index")
+        found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False, indexer))
+        if gradient:
+            found.append(Variant(arch, kind, dims, torch.float16, True, indexer))
     return found
 
 

@@ -14,9 +14,12 @@ from streamkl.engines.triton.kernels.gradient import (
     BOOST_A,
     BOOST_B,
     derivative,
+    head_derivative,
+    index_peak,
     loss_terms,
     shifted,
     unboosted,
+    weight_terms,
 )
 from streamkl.engines.triton.kernels.primitives import (
     IGNORED,
@@ -26,14 +29,17 @@ from streamkl.engines.triton.kernels.primitives import (
     dot_add,
     find_sequence,
     finite,
+    head_weights,
     key_tiles,
     load_tile,
     log2_probabilities,
+    logits,
     masked_tile,
     my_block,
     packed_rows,
     row_pointers,
     row_tiles,
+    summed_logits,
     target,
     zeros,
 )
@@ -85,10 +91,45 @@ def _store_rows(p_out, m_n, b_x, g0, DIM: tl.constexpr, GRAD: tl.constexpr, ATOM
 
 
 @triton.jit
+def _add_index_heads(
+    b_dk, b_d, b_k, b_kg, p_q, m_q, strides_q, p_w, strides_w, p_k, m_k, stride_kd, p_dq, p_dw, m_live, m_pair, above,
+    nq, dim, scale, factor, factor_w, peak, g0, first_piece,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, DQ: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds to dK, and with ``DQ`` to dQ and dW, what the heads of an indexer contribute; ``b_d`` is their sum's.
+
+    Pointers are those of the first head. The scores of a head are computed again: no tile has room for all of them.
+    """
+    for _ in range(SIDE.heads):
+        b_q = 0
+        if not SIDE.chunked:
+            b_q = load_tile(p_q, m_q, strides_q[3], 0, SIDE.dim, SIDE.block, True)
+        b_s = _product(b_q, b_k, p_q, m_q, strides_q[3], p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, True)
+        b_y = logits(b_s, scale, SIDE)
+        w = 0
+        if SIDE.weighted:
+            w = head_weights(p_w, m_q)
+            p_w += strides_w[1]
+            if DQ:
+                dw = weight_terms(b_d, b_y, m_pair, MASKED) * factor_w
+                tl.atomic_add(p_dw, dw, mask=m_live & first_piece, sem="relaxed")
+                p_dw += nq
+        b_x = head_derivative(b_d, b_y, w, above, peak, p_q.dtype.element_ty, SIDE)
+        if SIDE.chunked:
+            b_q = load_tile(p_q, m_q, strides_q[3], g0, SIDE.dim, SIDE.grad, True)
+        b_dk = dot_add(tl.trans(b_x), b_q, b_dk, SIDE.upcast)
+        if DQ:
+            _add_rows(p_dq, m_live, b_x, b_kg, factor, g0, SIDE)
+            p_dq += nq.to(tl.int64) * SIDE.dim
+        p_q += strides_q[1]
+    return b_dk
+
+
+@triton.jit
 def _key_sweep(
-    b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
-    m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, sum_p, sum_acc, unit, units, batch, q_start, q_len, k_len, extent,
-    o_j, m_j, scale_a, scale_b, factor_a, factor_b, g0_a, g0_b, first_piece, tiles,
+    b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, w_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
+    strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, unit, units, batch, q_start, q_len,
+    k_len, extent, o_j, m_j, scale_a, scale_b, factor_a, factor_b, factor_w, peak_w, g0_a, g0_b, first_piece, tiles,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, DQ: tl.constexpr, LOSS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -148,9 +189,21 @@ def _key_sweep(
         m_qb = m_live
         if WANT_B:
             m_qb &= tl.abs(r_m) < float("inf")
-        if not B.chunked:
-            b_qb = load_tile(p_q, m_qb, strides_qb[3], 0, B.dim, B.block, True)
-        b_sb = _product(b_qb, b_kb, p_q, m_qb, strides_qb[3], p_kb, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, True)
+        p_w, stride_wh = 0, 0
+        if B.weighted:
+            p_w = row_pointers(w_b, strides_wb, batch, o_h, q_start + o_i)
+            stride_wh = strides_wb[1]
+        if B.heads > 0:
+            b_sb = summed_logits(
+                p_q, m_qb, strides_qb[1], strides_qb[3], p_w, stride_wh, b_kb, p_kb, m_j, strides_kb[3], extent[5],
+                scale_b, ROWS, KEYS, B, True,
+            )  # fmt: skip
+        else:
+            if not B.chunked:
+                b_qb = load_tile(p_q, m_qb, strides_qb[3], 0, B.dim, B.block, True)
+            b_sb = _product(
+                b_qb, b_kb, p_q, m_qb, strides_qb[3], p_kb, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, True
+            )
         b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
         b_zb = log2_probabilities(b_b, r_l)
 
@@ -167,7 +220,22 @@ def _key_sweep(
             b_dka = dot_add(tl.trans(b_d), b_qa, b_dka, A.upcast)
             if DQ:
                 _add_rows(dq_a + o_row * A.dim, m_live, b_d, b_kag, factor_a, g0_a, A)
-        if WANT_B:
+        if B.heads > 0:
+            b_d = tl.exp2(b_zb) * GROUP.size - b_p
+            b_d = derivative(
+                b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, tl.float32, BOOST_B, B, MASKED
+            )
+            o_head = (batch.to(tl.int64) * B.heads + o_h) * extent[0] + q_start + o_i
+            p_dw = 0
+            if B.weighted and DQ:
+                p_dw = dw_b + o_head
+            above = tl.where(tl.abs(r_m) < float("inf"), 0.0, -1.0)
+            b_dkb = _add_index_heads(
+                b_dkb, b_d, b_kb, b_kbg, p_q, m_qb, strides_qb, p_w, strides_wb, p_kb, m_j, strides_kb[3],
+                dq_b + o_head * B.dim, p_dw, m_live, m_pair, above, extent[0], extent[5], scale_b, factor_b, factor_w,
+                peak_w, g0_b, first_piece, ROWS, KEYS, B, DQ, MASKED,
+            )  # fmt: skip
+        elif WANT_B:
             b_d = tl.exp2(b_zb) * GROUP.size - b_p
             b_d = derivative(
                 b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, q_b.dtype.element_ty, BOOST_B, B, MASKED
@@ -182,8 +250,8 @@ def _key_sweep(
 
 @triton.jit
 def keys_kernel(
-    q_a, k_a, q_b, k_b, strides_qa, strides_ka, strides_qb, strides_kb, m_a, l_a, m_b, l_b, weight, mean, peak,
-    dq_a, dk_a, dq_b, dk_b, sum_p, sum_acc, cu, extent, scale_a, scale_b,
+    q_a, k_a, q_b, k_b, w_b, strides_qa, strides_ka, strides_qb, strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight,
+    mean, peak, peak_w, dq_a, dk_a, dq_b, dk_b, dw_b, sum_p, sum_acc, cu, extent, scale_a, scale_b,
     blocks, owners, pieces, span, splits,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, DQ: tl.constexpr, LOSS: tl.constexpr,
@@ -204,6 +272,9 @@ def keys_kernel(
     g0_b = piece * B.grad
     fa = unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A, HALF)
     fb = unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B, HALF)
+    fw = unboosted(1.0, peak, tl.float32, BOOST_B, HALF)
+    index = index_peak(peak_w, q_b.dtype.element_ty, B)
+    fb = fb * index
     j0 = block * KEYS
     tiles = row_tiles(
         j0, tl.minimum(j0 + KEYS, k_len), q_len, k_len, extent, split, splits, ROWS, KEYS, GROUP.pack, MASK
@@ -230,15 +301,17 @@ def keys_kernel(
         if WANT_B and DQ:
             b_kbg = _held_columns(p_kb, m_j, strides_kb[3], g0_b, B)
         b_dka, b_dkb = _key_sweep(
-            b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
-            strides_kb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, sum_p, sum_acc, unit, units, batch, q_start,
-            q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, g0_a, g0_b, piece == 0, tiles,
+            b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, w_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
+            strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, unit, units,
+            batch, q_start, q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, fw, index, g0_a, g0_b,
+            piece == 0, tiles,
             A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, DQ, LOSS, False,
         )  # fmt: skip
         b_dka, b_dkb = _key_sweep(
-            b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
-            strides_kb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, sum_p, sum_acc, unit, units, batch, q_start,
-            q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, g0_a, g0_b, piece == 0, tiles,
+            b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, w_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
+            strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, unit, units,
+            batch, q_start, q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, fw, index, g0_a, g0_b,
+            piece == 0, tiles,
             A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, DQ, LOSS, True,
         )  # fmt: skip
     o_n = (k_start + o_j).to(tl.int64)
@@ -253,13 +326,13 @@ def keys_kernel(
 
 @triton.jit
 def _query_sweep(
-    b_dqa, b_dqb, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, p_ma, p_la, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
-    strides_kb, r_ma, r_la, r_m, r_l, r_w, r_mean, o_i, m_live, first_head, q_len, k_len, extent,
-    scale_a, scale_b, g0_a, g0_b, tiles,
+    b_dqa, b_dqb, r_dw, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, p_wb, p_ma, p_la, p_ka, p_kb, strides_qa, strides_ka,
+    strides_qb, strides_kb, stride_wh, r_ma, r_la, r_m, r_l, r_w, r_wh, r_mean, o_i, m_live, first_head, head, q_len,
+    k_len, extent, scale_a, scale_b, peak_w, g0_a, g0_b, tiles,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dQ what the full tiles of keys contribute, or the masked ones."""
+    """Adds to dQ what the full tiles of keys contribute, or the masked ones; of an indexer's heads to that of one."""
     count = tiles[3] - tiles[2]
     if MASKED:
         count = tiles[1] - tiles[0] - count
@@ -299,9 +372,15 @@ def _query_sweep(
             b_kb = load_tile(p_j, m_j, strides_kb[3], 0, B.dim, B.block, MASKED)
             if MASKED and WANT_B:
                 b_kb = finite(b_kb)
-        b_sb = _product(
-            b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, MASKED
-        )
+        if B.heads > 0:
+            b_sb = summed_logits(
+                p_qb, m_live, strides_qb[1], strides_qb[3], p_wb, stride_wh, b_kb, p_j, m_j, strides_kb[3], extent[5],
+                scale_b, ROWS, KEYS, B, MASKED,
+            )  # fmt: skip
+        else:
+            b_sb = _product(
+                b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, MASKED
+            )
         b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
         b_zb = log2_probabilities(b_b, r_l)
 
@@ -319,32 +398,50 @@ def _query_sweep(
             b_dqa = dot_add(b_d, b_ka, b_dqa, A.upcast)
         if WANT_B:
             b_d = tl.exp2(b_zb) * GROUP.size - b_p
-            b_d = derivative(
-                b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, p_qb.dtype.element_ty, BOOST_B, B, MASKED
-            )
+            if B.heads > 0:
+                b_d = derivative(
+                    b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, tl.float32, BOOST_B, B, MASKED
+                )
+                p_head = p_qb + head.to(tl.int64) * strides_qb[1]
+                b_sb = _product(
+                    b_qb, b_kb, p_head, m_live, strides_qb[3], p_j, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, MASKED
+                )
+                b_y = logits(b_sb, scale_b, B)
+                above = tl.where(tl.abs(r_m) < float("inf"), 0.0, -1.0)
+                if B.weighted:
+                    r_dw += weight_terms(b_d, b_y, m_pair, MASKED)
+                b_d = head_derivative(b_d, b_y, r_wh, above, peak_w, p_qb.dtype.element_ty, B)
+            else:
+                b_d = derivative(
+                    b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, p_qb.dtype.element_ty, BOOST_B, B,
+                    MASKED,
+                )  # fmt: skip
             if B.chunked:
                 b_kb = load_tile(p_j, m_j, strides_kb[3], g0_b, B.dim, B.grad, MASKED)
                 if MASKED:
                     b_kb = finite(b_kb)
             b_dqb = dot_add(b_d, b_kb, b_dqb, B.upcast)
-    return b_dqa, b_dqb, sum_p, sum_acc
+    return b_dqa, b_dqb, r_dw, sum_p, sum_acc
 
 
 @triton.jit
 def queries_kernel(
-    q_a, k_a, q_b, k_b, strides_qa, strides_ka, strides_qb, strides_kb, m_a, l_a, m_b, l_b, weight, mean, peak,
-    dq_a, dq_b, out_p, out_acc, cu, extent, scale_a, scale_b,
+    q_a, k_a, q_b, k_b, w_b, strides_qa, strides_ka, strides_qb, strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight,
+    mean, peak, peak_w, dq_a, dq_b, dw_b, out_p, out_acc, cu, extent, scale_a, scale_b,
     blocks, units, pieces, splits, rows,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """DQ of a block of packed rows: one of ``pieces`` of its columns, from one of ``splits`` shares of the keys.
 
-    ``dq`` is ``[splits, B, heads, Nq, D]``, the sums of a loss are ``[splits, B, R, Nq]``.
+    ``dq`` is ``[splits, B, heads, Nq, D]``, the sums of a loss are ``[splits, B, R, Nq]``. The heads of an indexer
+    have a program each, which makes dW of its head as well.
     """
-    block, unit, batch, share = my_block(blocks, units, pieces * splits)
+    HEADS: tl.constexpr = max(B.heads, 1)
+    block, unit, batch, share = my_block(blocks, units, pieces * HEADS * splits)
     piece = share % pieces
-    split = share // pieces
+    head = share // pieces % HEADS
+    split = share // pieces // HEADS
     block = blocks - 1 - block
     batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 0, GROUP.pack, ROWS, MASK)
     o_i, o_h, m_q, o_row = packed_rows(block, unit, batch, q_start, q_len, extent[0], units, GROUP.pack, ROWS)
@@ -370,7 +467,14 @@ def queries_kernel(
     if GROUP.size == 1 and not A.chunked:
         b_qa = load_tile(p_qa, m_live, strides_qa[3], 0, A.dim, A.block, True)
     if not B.chunked:
-        b_qb = load_tile(p_qb, m_live, strides_qb[3], 0, B.dim, B.block, True)
+        b_qb = load_tile(p_qb + head.to(tl.int64) * strides_qb[1], m_live, strides_qb[3], 0, B.dim, B.block, True)
+    p_wb, stride_wh, r_wh, r_dw = 0, 0, r_w, 0.0
+    if B.weighted:
+        p_wb = row_pointers(w_b, strides_wb, batch, o_h, q_start + o_i)
+        stride_wh = strides_wb[1]
+        r_wh = head_weights(p_wb + head.to(tl.int64) * stride_wh, m_live)
+        r_dw = tl.zeros([ROWS], tl.float32)
+    index = index_peak(peak_w, q_b.dtype.element_ty, B)
     g0_a = piece * A.grad
     g0_b = piece * B.grad
     b_dqa, b_dqb = 0.0, 0.0
@@ -384,25 +488,33 @@ def queries_kernel(
     i0 = block * ROWS // GROUP.pack
     i1 = tl.minimum((block * ROWS + ROWS - 1) // GROUP.pack + 1, q_len)
     tiles = key_tiles(i0, i1, q_len, k_len, extent, split, splits, KEYS, MASK)
-    b_dqa, b_dqb, sum_p, sum_acc = _query_sweep(
-        b_dqa, b_dqb, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa,
-        strides_ka, strides_qb, strides_kb, r_ma, r_la, r_m, r_l, r_w, r_mean, o_i, m_live,
-        unit * GROUP.pack * GROUP.size, q_len, k_len, extent, scale_a, scale_b, g0_a, g0_b, tiles,
+    b_dqa, b_dqb, r_dw, sum_p, sum_acc = _query_sweep(
+        b_dqa, b_dqb, r_dw, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, p_wb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb,
+        strides_qa, strides_ka, strides_qb, strides_kb, stride_wh, r_ma, r_la, r_m, r_l, r_w, r_wh, r_mean, o_i,
+        m_live, unit * GROUP.pack * GROUP.size, head, q_len, k_len, extent, scale_a, scale_b, index, g0_a, g0_b, tiles,
         A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, LOSS, False,
     )  # fmt: skip
-    b_dqa, b_dqb, sum_p, sum_acc = _query_sweep(
-        b_dqa, b_dqb, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa,
-        strides_ka, strides_qb, strides_kb, r_ma, r_la, r_m, r_l, r_w, r_mean, o_i, m_live,
-        unit * GROUP.pack * GROUP.size, q_len, k_len, extent, scale_a, scale_b, g0_a, g0_b, tiles,
+    b_dqa, b_dqb, r_dw, sum_p, sum_acc = _query_sweep(
+        b_dqa, b_dqb, r_dw, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, p_wb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb,
+        strides_qa, strides_ka, strides_qb, strides_kb, stride_wh, r_ma, r_la, r_m, r_l, r_w, r_wh, r_mean, o_i,
+        m_live, unit * GROUP.pack * GROUP.size, head, q_len, k_len, extent, scale_a, scale_b, index, g0_a, g0_b, tiles,
         A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, LOSS, True,
     )  # fmt: skip
     o_part = split.to(tl.int64) * rows + o_row
     if LOSS:
-        tl.store(out_p + o_part, tl.where(m_live, sum_p, 0.0), mask=m_q & (piece == 0))
-        tl.store(out_acc + o_part, tl.where(m_live, sum_acc, 0.0), mask=m_q & (piece == 0))
+        first = (piece == 0) & (head == 0)
+        tl.store(out_p + o_part, tl.where(m_live, sum_p, 0.0), mask=m_q & first)
+        tl.store(out_acc + o_part, tl.where(m_live, sum_acc, 0.0), mask=m_q & first)
     if WANT_A:
         b_dqa = tl.where(m_live[:, None], b_dqa * unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A, HALF), 0.0)
         _store_rows(dq_a + o_part * A.dim, m_q, b_dqa, g0_a, A.dim, A.grad, False)
+    if B.heads > 0:
+        o_part = (split.to(tl.int64) * rows + batch.to(tl.int64) * extent[0]) * B.heads
+        o_part += (head.to(tl.int64) * extent[0] + q_start) + o_i
+        if B.weighted:
+            r_dw = tl.where(m_live, r_dw * unboosted(1.0, peak, tl.float32, BOOST_B, HALF), 0.0)
+            tl.store(dw_b + o_part, r_dw.to(dw_b.dtype.element_ty), mask=m_q & (piece == 0))
     if WANT_B:
-        b_dqb = tl.where(m_live[:, None], b_dqb * unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B, HALF), 0.0)
+        factor = unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B, HALF) * index
+        b_dqb = tl.where(m_live[:, None], b_dqb * factor, 0.0)
         _store_rows(dq_b + o_part * B.dim, m_q, b_dqb, g0_b, B.dim, B.grad, False)

@@ -22,6 +22,7 @@ from streamkl.engines.triton.kernels.primitives import (
     packed_rows,
     row_pointers,
     sees_a_key,
+    summed_logits,
     target,
     update_mixture,
     update_paired,
@@ -146,8 +147,8 @@ def paired_kernel(
 
 @triton.jit
 def _mixture_sweep(
-    m_b, l_b, s, acc, b_qb, p_qa, p_qb, p_ma, p_la, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
-    first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
+    m_b, l_b, s, acc, b_qb, p_qa, p_qb, p_wb, p_ma, p_la, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
+    stride_wh, first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
     ROWS: tl.constexpr, KEYS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr,
     MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -171,8 +172,17 @@ def _mixture_sweep(
             strides_ka[3], first_head, scale_a, m_pair, ROWS, KEYS, A, GROUP, MASKED,
         )  # fmt: skip
         p_j = p_kb + o_j.to(tl.int64) * strides_kb[2]
-        b_b = _product(b_qb, p_qb, m_q, strides_qb, p_j, m_j, strides_kb, extent[5], ROWS, KEYS, B, MASKED)
-        b_b = logits(b_b, scale_b, B)
+        if B.heads > 0:
+            b_kb = 0
+            if not B.chunked:
+                b_kb = load_tile(p_j, m_j, strides_kb[3], 0, B.dim, B.block, MASKED)
+            b_b = summed_logits(
+                p_qb, m_q, strides_qb[1], strides_qb[3], p_wb, stride_wh, b_kb, p_j, m_j, strides_kb[3], extent[5],
+                scale_b, ROWS, KEYS, B, MASKED,
+            )  # fmt: skip
+        else:
+            b_b = _product(b_qb, p_qb, m_q, strides_qb, p_j, m_j, strides_kb, extent[5], ROWS, KEYS, B, MASKED)
+            b_b = logits(b_b, scale_b, B)
         if MASKED:
             b_b = tl.where(m_pair, b_b, NONE)
         m_b, l_b, s, acc = update_mixture(m_b, l_b, s, acc, mean_of(b_p, GROUP), b_b)
@@ -191,8 +201,8 @@ def store_mixture(out_kl, out_mb, out_lb, o_row, m_q, m_live, m_b, l_b, s, acc):
 
 @triton.jit
 def mixture_kernel(
-    q_a, k_a, q_b, k_b, strides_qa, strides_ka, strides_qb, strides_kb, m_a, l_a, cu, extent, scale_a, scale_b,
-    out_kl, out_mb, out_lb, parts, blocks, units, splits, rows,
+    q_a, k_a, q_b, k_b, w_b, strides_qa, strides_ka, strides_qb, strides_kb, strides_wb, m_a, l_a, cu, extent,
+    scale_a, scale_b, out_kl, out_mb, out_lb, parts, blocks, units, splits, rows,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -207,8 +217,11 @@ def mixture_kernel(
     p_ka = row_pointers(k_a, strides_ka, batch, unit * 0, k_start)
     p_kb = row_pointers(k_b, strides_kb, batch, unit * GROUP.pack // B.share, k_start)
     first_head = unit * GROUP.pack * GROUP.size
-    b_qb = 0
-    if not B.chunked:
+    b_qb, p_wb, stride_wh = 0, 0, 0
+    if B.weighted:
+        p_wb = row_pointers(w_b, strides_wb, batch, o_h, q_start + o_i)
+        stride_wh = strides_wb[1]
+    if B.heads == 0 and not B.chunked:
         b_qb = load_tile(p_qb, m_q, strides_qb[3], 0, B.dim, B.block, True)
 
     i0 = block * ROWS // GROUP.pack
@@ -219,13 +232,13 @@ def mixture_kernel(
     s = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS], tl.float32)
     m_b, l_b, s, acc = _mixture_sweep(
-        m_b, l_b, s, acc, b_qb, p_qa, p_qb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa, strides_ka,
-        strides_qb, strides_kb, first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
+        m_b, l_b, s, acc, b_qb, p_qa, p_qb, p_wb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa, strides_ka,
+        strides_qb, strides_kb, stride_wh, first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
         ROWS, KEYS, A, B, GROUP, MASK, False,
     )  # fmt: skip
     m_b, l_b, s, acc = _mixture_sweep(
-        m_b, l_b, s, acc, b_qb, p_qa, p_qb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa, strides_ka,
-        strides_qb, strides_kb, first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
+        m_b, l_b, s, acc, b_qb, p_qa, p_qb, p_wb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa, strides_ka,
+        strides_qb, strides_kb, stride_wh, first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
         ROWS, KEYS, A, B, GROUP, MASK, True,
     )  # fmt: skip
     m_live = sees_a_key(o_i, q_len, k_len, extent, tiles[0] * KEYS, tiles[1] * KEYS, MASK)

@@ -14,8 +14,13 @@ BOOST_B = tl.constexpr(32768.0)
 
 @triton.jit
 def shifted(b_s, scale, m, m_pair, SIDE: tl.constexpr, MASKED: tl.constexpr):
-    """A tile's logits less the maximum ``m`` of their rows, ``NONE`` at pairs that are not allowed."""
-    b_x = logits(b_s, scale, SIDE) - m[:, None]
+    """A tile's logits less the maximum ``m`` of their rows, ``NONE`` at pairs that are not allowed.
+
+    They come from its products, or, of an indexer, are summed already.
+    """
+    if SIDE.heads == 0:
+        b_s = logits(b_s, scale, SIDE)
+    b_x = b_s - m[:, None]
     if MASKED:
         b_x = tl.where(m_pair, b_x, NONE)
     return b_x
@@ -29,12 +34,47 @@ def derivative(
     """The weighted derivative of a side's logits as its products want it, from the unweighted one and the products."""
     b_d = b_d * w[:, None]
     m_pair = m_pair & m_live[:, None]
-    if SIDE.relu:
+    if SIDE.relu and SIDE.heads == 0:
         m_pair = m_pair & (b_s * scale > 0)
     b_d = tl.where(m_pair, b_d, 0.0)
     if dtype == tl.float16:
         b_d = b_d * boost
     return b_d.to(dtype)
+
+
+@triton.jit
+def head_derivative(b_d, b_y, w, above, peak, dtype: tl.constexpr, SIDE: tl.constexpr):
+    """The derivative of an index head's products, from that of the sum ``b_d`` and the head's logits ``b_y``.
+
+    A relu lets it pass where they are greater than ``above``: 0, or less in a row that is not finite, which is nan.
+    """
+    if SIDE.weighted:
+        if dtype == tl.float16:
+            w = w * (BOOST_B / peak)
+        b_d = b_d * w[:, None]
+    elif dtype == tl.float16:
+        b_d = b_d * BOOST_B
+    if SIDE.relu:
+        b_d = tl.where(b_y > above[:, None], b_d, 0.0)
+    return b_d.to(dtype)
+
+
+@triton.jit
+def weight_terms(b_d, b_y, m_pair, MASKED: tl.constexpr):
+    """What a tile adds to the derivative of an index head's weights, ``[rows]``."""
+    b_x = b_d * b_y
+    if MASKED:
+        b_x = tl.where(m_pair, b_x, 0.0)  # 0 times a key that nobody may see
+    return tl.sum(b_x, 1)
+
+
+@triton.jit
+def index_peak(peak_w, dtype: tl.constexpr, SIDE: tl.constexpr):
+    """What index heads' weights are divided by in float16 derivatives, so that they are at most 1."""
+    if SIDE.weighted and dtype == tl.float16:
+        return tl.load(peak_w)
+    else:
+        return 1.0
 
 
 @triton.jit

@@ -20,14 +20,15 @@ from streamkl.engines.triton.kernels.primitives import (
     packed_rows,
     row_pointers,
     sees_a_key,
+    summed_logits,
     update_lse,
 )
 
 
 @triton.jit
 def _sweep(
-    m, l, b_q, p_q, m_q, stride_qd, p_k, stride_kn, stride_kd, o_i, q_len, k_len, extent, scale,
-    start, end, full_start, full_end,
+    m, l, b_q, p_q, m_q, stride_qh, stride_qd, p_w, stride_wh, p_k, stride_kn, stride_kd, o_i, q_len, k_len, extent,
+    scale, start, end, full_start, full_end,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Carries the state over the full tiles, or over the masked ones."""
@@ -42,12 +43,20 @@ def _sweep(
         o_j = t * KEYS + tl.arange(0, KEYS)
         m_j = o_j < k_len
         p_j = p_k + o_j.to(tl.int64) * stride_kn
-        if SIDE.chunked:
-            b_s = chunked_product(p_q, m_q, stride_qd, p_j, m_j, stride_kd, extent[4], ROWS, KEYS, SIDE, MASKED)
-        else:
+        b_k = 0
+        if not SIDE.chunked:
             b_k = load_tile(p_j, m_j, stride_kd, 0, SIDE.dim, SIDE.block, MASKED)
-            b_s = dot(b_q, tl.trans(b_k), SIDE.upcast)
-        b_x = logits(b_s, scale, SIDE)
+        if SIDE.heads > 0:
+            b_x = summed_logits(
+                p_q, m_q, stride_qh, stride_qd, p_w, stride_wh, b_k, p_j, m_j, stride_kd, extent[4], scale,
+                ROWS, KEYS, SIDE, MASKED,
+            )  # fmt: skip
+        else:
+            if SIDE.chunked:
+                b_s = chunked_product(p_q, m_q, stride_qd, p_j, m_j, stride_kd, extent[4], ROWS, KEYS, SIDE, MASKED)
+            else:
+                b_s = dot(b_q, tl.trans(b_k), SIDE.upcast)
+            b_x = logits(b_s, scale, SIDE)
         if MASKED:
             m_pair = allowed_pairs(o_i, o_j, q_len, k_len, extent, MASK)
             b_x = tl.where(m_pair, b_x, NONE)
@@ -57,7 +66,8 @@ def _sweep(
 
 @triton.jit
 def lse_kernel(
-    q, k, strides_q, strides_k, cu, extent, scale, out_m, out_ln_l, parts, blocks, units, splits, rows,
+    q, k, w, strides_q, strides_k, strides_w, cu, extent, scale, out_m, out_ln_l, parts, blocks, units,
+    splits, rows,
     SIDE: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -74,16 +84,19 @@ def lse_kernel(
     start, end, full_start, full_end = key_tiles(i0, i1, q_len, k_len, extent, split, splits, KEYS, MASK)
     m = tl.full([ROWS], NONE, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
-    b_q = 0
-    if not SIDE.chunked:
+    b_q, p_w, stride_wh = 0, 0, 0
+    if SIDE.weighted:
+        p_w = row_pointers(w, strides_w, batch, o_h, q_start + o_i)
+        stride_wh = strides_w[1]
+    if SIDE.heads == 0 and not SIDE.chunked:
         b_q = load_tile(p_q, m_q, strides_q[3], 0, SIDE.dim, SIDE.block, True)
     m, l = _sweep(
-        m, l, b_q, p_q, m_q, strides_q[3], p_k, strides_k[2], strides_k[3], o_i, q_len, k_len, extent, scale,
-        start, end, full_start, full_end, ROWS, KEYS, SIDE, MASK, False,
+        m, l, b_q, p_q, m_q, strides_q[1], strides_q[3], p_w, stride_wh, p_k, strides_k[2], strides_k[3], o_i, q_len,
+        k_len, extent, scale, start, end, full_start, full_end, ROWS, KEYS, SIDE, MASK, False,
     )  # fmt: skip
     m, l = _sweep(
-        m, l, b_q, p_q, m_q, strides_q[3], p_k, strides_k[2], strides_k[3], o_i, q_len, k_len, extent, scale,
-        start, end, full_start, full_end, ROWS, KEYS, SIDE, MASK, True,
+        m, l, b_q, p_q, m_q, strides_q[1], strides_q[3], p_w, stride_wh, p_k, strides_k[2], strides_k[3], o_i, q_len,
+        k_len, extent, scale, start, end, full_start, full_end, ROWS, KEYS, SIDE, MASK, True,
     )  # fmt: skip
     m_live = sees_a_key(o_i, q_len, k_len, extent, start * KEYS, end * KEYS, MASK)
     m = checked_maximum(m, m_live)

@@ -221,6 +221,38 @@ def logits(b_s, scale, SIDE: tl.constexpr):
 
 
 @triton.jit
+def summed_logits(
+    p_q, m_q, stride_qh, stride_qd, p_w, stride_wh, b_k, p_k, m_k, stride_kd, dim, scale,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The logits of an indexer, ``[rows, keys]``: the sum of its heads', each times its weight of the row.
+
+    Pointers are those of the first head; the keys that all heads share are held in ``b_k`` unless they are too wide.
+    """
+    b_x = tl.zeros([ROWS, KEYS], tl.float32)
+    for _ in range(SIDE.heads):
+        if SIDE.chunked:
+            b_s = chunked_product(p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, MASKED)
+        else:
+            b_q = load_tile(p_q, m_q, stride_qd, 0, SIDE.dim, SIDE.block, True)
+            b_s = dot(b_q, tl.trans(b_k), SIDE.upcast)
+        b_y = logits(b_s, scale, SIDE)
+        if SIDE.weighted:
+            b_x = tl.fma(b_y, tl.broadcast_to(head_weights(p_w, m_q)[:, None], b_y.shape), b_x)
+            p_w += stride_wh
+        else:
+            b_x += b_y
+        p_q += stride_qh
+    return b_x
+
+
+@triton.jit
+def head_weights(p_w, m_q):
+    """The weights of an index head, ``[rows]``, in float32 whatever they are kept in."""
+    return tl.load(p_w, mask=m_q, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def update_lse(m, l, b_x):
     """The state of `LogSumExp` after another tile of logits."""
     top = tl.maximum(m, tl.max(b_x, 1))
