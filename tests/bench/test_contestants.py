@@ -51,7 +51,23 @@ def test_what_cannot_run_says_why() -> None:
     assert "forward" in (refusal("products", TRAINING, CPU, PLENTY) or "")
     large = Cell.square(8, 65536, 128)
     assert "GB are available" in (refusal("eager", large, CPU, 16 << 30) or "")
-    assert [refusal(name, FORWARD, CPU, PLENTY) for name in SUMMARIES if name != "products"] == [None] * 6
+    others = [name for name in SUMMARIES if name not in ("products", "student")]
+    assert [refusal(name, FORWARD, CPU, PLENTY) for name in others] == [None] * 6
+    assert refusal("student", FORWARD, CPU, PLENTY) == "there is no indexer"
+    indexer = Cell(128, Heads(4, 4, 2, 1), (32, 32), direction="training", indexer=True)
+    assert [refusal(name, indexer, CPU, PLENTY) for name in ("streamkl", "eager", "sdpa", "student")] == [None] * 4
+    assert refusal("composed", indexer, CPU, PLENTY) == "not written for an indexer"
+
+
+def test_an_indexer_and_the_loss_of_frameworks_give_one_loss() -> None:
+    cell = Cell(200, Heads(4, 2, 3, 1), (32, 24), dtype="float32", direction="training", indexer=True)
+    losses, gradients = [], []
+    for name in ("streamkl", "eager"):
+        inputs = draw_inputs(cell, "cpu")
+        losses.append(prepare(name, cell, inputs)())
+        gradients.append({key: inputs[key].grad for key in cell.wanted})
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
     assert refusal("chunked", large, CPU, 16 << 30) is None
 
 
