@@ -51,12 +51,13 @@ def test_what_cannot_run_says_why() -> None:
     assert "forward" in (refusal("products", TRAINING, CPU, PLENTY) or "")
     large = Cell.square(8, 65536, 128)
     assert "GB are available" in (refusal("eager", large, CPU, 16 << 30) or "")
+    assert refusal("chunked", large, CPU, 16 << 30) is None
     others = [name for name in SUMMARIES if name not in ("products", "student")]
     assert [refusal(name, FORWARD, CPU, PLENTY) for name in others] == [None] * 6
     assert refusal("student", FORWARD, CPU, PLENTY) == "there is no indexer"
     indexer = Cell(128, Heads(4, 4, 2, 1), (32, 32), direction="training", indexer=True)
     assert [refusal(name, indexer, CPU, PLENTY) for name in ("streamkl", "eager", "sdpa", "student")] == [None] * 4
-    assert refusal("composed", indexer, CPU, PLENTY) == "not written for an indexer"
+    assert refusal("chunked", indexer, CPU, PLENTY) == "not written for an indexer"
 
 
 def test_an_indexer_and_the_loss_of_frameworks_give_one_loss() -> None:
@@ -68,7 +69,6 @@ def test_an_indexer_and_the_loss_of_frameworks_give_one_loss() -> None:
         gradients.append({key: inputs[key].grad for key in cell.wanted})
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*gradients)
-    assert refusal("chunked", large, CPU, 16 << 30) is None
 
 
 def test_the_engine_is_that_of_the_call() -> None:
