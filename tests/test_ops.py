@@ -405,4 +405,5 @@ def test_a_float64_lse_beside_float32_keeps_its_digits() -> None:
 
 
 def test_public_names() -> None:
-    assert set(streamkl.__all__) == {"__version__", "attention_kl", "attention_lse", "indexer_kl"}
+    names = {"attention_kl", "attention_lse", "attention_mass", "indexer_kl", "topk_recall"}
+    assert set(streamkl.__all__) == names | {"__version__"}

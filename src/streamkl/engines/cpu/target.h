@@ -35,7 +35,7 @@ class Target {
         a_->product(n, part, x_.data());
         each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
           const int64_t at = i - part.i0;
-          add_(x_.data() + at, p + part.i0 * kBlockK + at, span, factor_, norm_[n], i, 1.0f / static_cast<float>(group_), n == 0);
+          add_(x_.data() + at, p + part.i0 * kBlockK + at, span, factor_, norm_[n], i, n == 0, n + 1 == group_ ? group_ : 1);
         });
       });
     }
@@ -43,14 +43,16 @@ class Target {
 
  private:
   template <Precision precision, bool relu>
-  static void add(const float* x, float* p, const Span& span, float factor, const Normaliser& norm, int64_t i, float mean, bool first) {
+  static void add(const float* x, float* p, const Span& span, float factor, const Normaliser& norm, int64_t i, bool first, int64_t heads) {
     const Lanes scale = splat(factor), m = norm.m[i], ln_l = norm.ln_l[i];
+    const Lanes divisor = splat(static_cast<float>(heads));  // of the last one's sum: the mean of ones must be 1
     Span all = span;  // p has a value wherever some row of the sixteen sees a key
     all.full_begin = span.begin;
     all.full_end = span.end;
     each_key(all, [&](int64_t j, auto, int) {
-      const Lanes value = mean * exponential<precision>((logit<relu>(load(x + j * kStrip), scale) - m) - ln_l);
-      store(p + j * kStrip, first ? value : load(p + j * kStrip) + value);
+      Lanes value = exponential<precision>((logit<relu>(load(x + j * kStrip), scale) - m) - ln_l);
+      if (!first) value += load(p + j * kStrip);
+      store(p + j * kStrip, heads == 1 ? value : value / divisor);
     });
   }
 
@@ -59,7 +61,7 @@ class Target {
   const float factor_;
   Buffer<float> x_;
   std::vector<Normaliser> norm_;
-  void (*add_)(const float*, float*, const Span&, float, const Normaliser&, int64_t, float, bool);
+  void (*add_)(const float*, float*, const Span&, float, const Normaliser&, int64_t, bool, int64_t);
 };
 
 }  // namespace streamkl::cpu

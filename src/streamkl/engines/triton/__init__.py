@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import math
 import os
 import re
+from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -47,10 +49,12 @@ def reluctant(device: torch.device) -> str | None:
 
 @functools.cache
 def _too_old() -> str | None:
-    import triton
-
-    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
-    return None if version >= OLDEST else f"needs Triton {OLDEST[0]}.{OLDEST[1]} or later, found {triton.__version__}"
+    for distribution in ("triton", "pytorch-triton-rocm", "pytorch-triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found = metadata.version(distribution)  # without importing it
+            version = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+            return None if version >= OLDEST else f"needs Triton {OLDEST[0]}.{OLDEST[1]} or later, found {found}"
+    return None
 
 
 @functools.cache
