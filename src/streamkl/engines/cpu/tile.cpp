@@ -87,13 +87,14 @@ class TypedSide final : public Side {
   }
 
   void product(int64_t slot, const Part& part, float* x) override {
-    const int64_t width = kVnni ? inner_ : std::min(dim, kPiece);
+    const int64_t most = dim > kPiece ? kPiece / 2 : kPiece;  // of wide heads, shorter pieces
+    const int64_t width = kVnni ? inner_ : std::min(dim, most);
     multiply(slot, part, 0, width, x);
     if constexpr (!kVnni) {
       // brgemm adds along the whole width one by one. In pieces, float products err as little as a library's do.
-      for (int64_t c = kPiece; c < dim; c += kPiece) {
+      for (int64_t c = most; c < dim; c += most) {
         float* piece = piece_.reserve(kBlockK * kStrip);
-        multiply(slot, part, c, std::min(dim - c, kPiece), piece);
+        multiply(slot, part, c, std::min(dim - c, most), piece);
         for (int64_t j = part.j0; j < part.j1; j++)
           for (int64_t i = 0; i < kStrip; i += kLanes) store(x + j * kStrip + i, load(x + j * kStrip + i) + load(piece + j * kStrip + i));
       }
