@@ -195,13 +195,32 @@ class Support:
         """The keys that a tile's rows name, ``[rows, keys]`` of int64 on the N axis; -1 where a row may not see one."""
         assert self.topk is not None
         keys = self.topk[tile.batch, tile.listed, tile.rows, tile.keys].long()
-        on = torch.arange(keys.shape[0], device=keys.device)[:, None] + tile.offset  # the key on the diagonal
-        allowed = (keys >= 0) & (keys < tile.run.stop - tile.run.start)
-        if self.right is not None:
-            allowed &= keys <= on + self.right
-        if self.left is not None:
-            allowed &= keys >= on - self.left
+        allowed = self.allowed(keys, tile.offset, tile.run.stop - tile.run.start)
         return torch.where(allowed, keys + tile.run.start, -1)
+
+    def allowed(self, keys: Tensor, offset: int, k_len: int) -> Tensor:
+        """Which of the keys that rows name, ``[rows, K]`` counted from their sequence's first, each may see.
+
+        ``offset`` is the key on the diagonal of the first row, ``k_len`` how many keys the sequence has.
+        """
+        return (keys >= 0) & (keys < k_len) & ~self._outside(keys, offset)
+
+    def disallowed(self, tile: Tile, device: torch.device) -> Tensor | None:
+        """Which pairs of a tile are not allowed, ``[rows, keys]``, or ``None`` if all are."""
+        if not tile.masked:
+            return None
+        rows, keys = (axis.stop - axis.start for axis in (tile.rows, tile.keys))
+        return self._outside(torch.arange(keys, device=device).expand(rows, keys), tile.offset)
+
+    def _outside(self, keys: Tensor, offset: int) -> Tensor:
+        """Which of ``keys [rows, n]`` lie beyond the bounds of their row, the first of which is on key ``offset``."""
+        on = torch.arange(keys.shape[0], device=keys.device)[:, None] + offset
+        outside = torch.zeros_like(keys, dtype=torch.bool)
+        if self.right is not None:
+            outside |= keys > on + self.right
+        if self.left is not None:
+            outside |= keys < on - self.left
+        return outside
 
 
 @dataclass(frozen=True)

@@ -373,21 +373,7 @@ def _place(support: Support, tile: Tile, device: torch.device) -> _Place:
     if support.topk is not None:
         keys = support.listed_keys(tile)
         return _Place(tile.batch, tile.rows, keys.clamp_min(0), keys < 0)
-    return _Place(tile.batch, tile.rows, tile.keys, _disallowed(support, tile, device))
-
-
-def _disallowed(support: Support, tile: Tile, device: torch.device) -> Tensor | None:
-    """Which pairs of the tile are not allowed, or ``None`` if all are."""
-    if not tile.masked:
-        return None
-    rows = torch.arange(tile.rows.stop - tile.rows.start, device=device)[:, None] + tile.offset
-    keys = torch.arange(tile.keys.stop - tile.keys.start, device=device)
-    disallowed = torch.zeros((), dtype=torch.bool, device=device)
-    if support.right is not None:
-        disallowed = disallowed | (keys > rows + support.right)
-    if support.left is not None:
-        disallowed = disallowed | (keys < rows - support.left)
-    return disallowed
+    return _Place(tile.batch, tile.rows, tile.keys, support.disallowed(tile, device))
 
 
 def _dead(support: Support, tiles: list[Tile]) -> Tensor | None:

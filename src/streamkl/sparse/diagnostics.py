@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from streamkl.problem import Sequence, Support
+from streamkl.problem import Sequence
 from streamkl.sparse.arguments import AttentionArguments, attention_arguments, check_count, selected_arguments
 from streamkl.sparse.scores import attention_tile
 from streamkl.sparse.selection import select
@@ -153,7 +153,7 @@ def _gathered_mass(
     attention: AttentionArguments, seq: Sequence, rows: slice, keys: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The mass of ``keys [rows, K]``, mean over heads: ``[rows]``."""
-    allowed = _allowed(attention.support, seq, rows, keys)
+    allowed = attention.support.allowed(keys, rows.start - seq.q_start + seq.diagonal, seq.k_len)
     keys = torch.where(allowed, keys, 0) + seq.k_start
     heads, kv_heads = attention.q.shape[1], attention.k.shape[1]
     group = heads // kv_heads
@@ -165,17 +165,6 @@ def _gathered_mass(
         p = (a - attention.lse[at].mT[..., None].to(dtype)).exp_()
         total += p.masked_fill_(~allowed[:, None], 0.0).sum((1, 2))
     return total / heads
-
-
-def _allowed(support: Support, seq: Sequence, rows: slice, keys: Tensor) -> Tensor:
-    """Which of ``keys [rows, K]``, counted from the sequence's first, their row may see."""
-    on = torch.arange(rows.start, rows.stop, device=keys.device)[:, None] - seq.q_start + seq.diagonal
-    allowed = (keys >= 0) & (keys < seq.k_len)
-    if support.right is not None:
-        allowed &= keys <= on + support.right
-    if support.left is not None:
-        allowed &= keys >= on - support.left
-    return allowed
 
 
 def _check_reduction(reduction: str) -> None:

@@ -91,15 +91,8 @@ def attention_tile(arguments: AttentionArguments, tile: Tile) -> Tensor:
 
 def mask_tile(x: Tensor, support: Support, tile: Tile) -> Tensor:
     """``x [rows, keys]`` with ``-inf`` at the pairs of the tile that are not allowed, and at nan."""
-    out = x.isnan()
-    if tile.masked:
-        rows = torch.arange(x.shape[0], device=x.device)[:, None] + tile.offset
-        keys = torch.arange(x.shape[1], device=x.device)
-        if support.right is not None:
-            out |= keys > rows + support.right
-        if support.left is not None:
-            out |= keys < rows - support.left
-    return x.masked_fill(out, -torch.inf)
+    disallowed = support.disallowed(tile, x.device)
+    return x.masked_fill(x.isnan() if disallowed is None else x.isnan() | disallowed, -torch.inf)
 
 
 def _allowed(support: Support, batch: int, device: torch.device) -> Tensor:
