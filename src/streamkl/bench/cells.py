@@ -143,8 +143,9 @@ def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:
 
 
 def _spread_keys(cell: Cell, device: str | torch.device) -> Tensor:
-    last = torch.arange(cell.tokens, dtype=torch.int32, device=device)[:, None] if cell.causal else cell.tokens - 1
-    last = torch.as_tensor(last, dtype=torch.int32, device=device).expand(cell.tokens, 1)
+    """``[B, N, K]``, int32: from the last key that a query sees backwards, -1 where there are no more."""
+    first = 0 if cell.causal else cell.tokens - 1
+    last = torch.arange(cell.tokens, dtype=torch.int32, device=device)[:, None].clamp_(min=first)
     step = (last // cell.topk).clamp_(min=1)
     keys = last - step * torch.arange(cell.topk, dtype=torch.int32, device=device)
     return keys.clamp_(min=-1).expand(cell.batch, -1, -1)

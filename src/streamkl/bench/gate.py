@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 import streamkl
 from streamkl.bench.cells import Cell
-from streamkl.testing import STUDENT, IndexerHeads, check_accuracy, make_case, make_indexer_case
+from streamkl.testing import STUDENT, Case, IndexerHeads, check_accuracy, make_case, make_indexer_case
 
 TOKENS = 645
 """Tokens of the problem that stands for a cell: several tiles each way and a remainder, small enough for float64."""
@@ -26,28 +30,28 @@ def check(cell: Cell, backend: str, device: torch.device, threads: int) -> float
         RedGateError: The rule is broken.
     """
     torch.set_num_threads(threads)
-    dtype = getattr(torch, cell.dtype)
     worst = 0.0
-    if cell.indexer:
-        heads = IndexerHeads(cell.heads.teacher, cell.heads.teacher_kv, cell.heads.student)
-        case = make_indexer_case(
-            heads=heads, dims=cell.dims, dtypes=(dtype, dtype), weight_dtype=torch.float32 if cell.weighted else None,
-            batch=1, tokens=(TOKENS, TOKENS), teacher_lse=True, causal=cell.causal, guard=False, device=device,
-        )  # fmt: skip
-        errors = check_accuracy(case, backend, streamkl.indexer_kl)
-        if not errors.worst <= 1:
-            raise RedGateError(f"{cell}, {threads} threads: {errors}")
-        return errors.worst
-    for wanted in ((), cell.wanted or STUDENT):
-        case = make_case(
-            heads=cell.heads, dims=cell.dims, dtypes=(dtype, dtype), batch=1, tokens=(TOKENS, TOKENS), wanted=wanted,
-            causal=cell.causal, guard=False, device=device,
-        )  # fmt: skip
-        errors = check_accuracy(case, backend)
+    for wanted in (cell.wanted,) if cell.indexer else ((), cell.wanted or STUDENT):
+        case, function = _stand_in(cell, wanted, device)
+        errors = check_accuracy(case, backend, function)
         if not errors.worst <= 1:
             raise RedGateError(f"{cell}, {threads} threads, {_what(wanted)}: {errors}")
         worst = max(worst, errors.worst)
     return worst
+
+
+def _stand_in(cell: Cell, wanted: tuple[str, ...], device: torch.device) -> tuple[Case, Callable[..., Tensor]]:
+    """The small problem that stands for a cell, and the function that runs it."""
+    dtype, h = getattr(torch, cell.dtype), cell.heads
+    same: dict[str, Any] = {
+        "dims": cell.dims, "dtypes": (dtype, dtype), "batch": 1, "tokens": (TOKENS, TOKENS), "causal": cell.causal,
+        "guard": False, "device": device,
+    }  # fmt: skip
+    if not cell.indexer:
+        return make_case(heads=h, wanted=wanted, **same), streamkl.attention_kl
+    weight_dtype = torch.float32 if cell.weighted else None
+    heads = IndexerHeads(h.teacher, h.teacher_kv, h.student)
+    return make_indexer_case(heads=heads, weight_dtype=weight_dtype, teacher_lse=True, **same), streamkl.indexer_kl
 
 
 def key(cell: Cell) -> tuple[object, ...]:

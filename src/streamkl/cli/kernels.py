@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamkl.engines.triton.inspect.matrix import TARGETS
+from streamkl.engines.triton.inspect.budget import TARGETS
 from streamkl.engines.triton.inspect.report import Figures, all_figures, variants
 
 CAPTION = (

@@ -26,8 +26,7 @@ def run(device: torch.device, backend: str, seeds: int, quick: bool, output: Pat
     console = Console()
     outcomes = _checks(device, backend, seeds, quick, console)
     records: list[Record] = []
-    interpreted = device.type == "cpu" and backend == "triton"  # its time means nothing
-    if all(outcome.passed for outcome in outcomes) and not interpreted:
+    if all(outcome.passed for outcome in outcomes) and not _only_interpreted(device, backend):
         records, red = _timings(device, backend, quick, output.with_suffix(".jsonl"), console)
         outcomes += [Outcome("timings", False, red)] if red else []
     for outcome in outcomes:
@@ -46,7 +45,7 @@ def _checks(device: torch.device, backend: str, seeds: int, quick: bool, console
     if device.type == "cuda":  # tiles are larger there: problems of several of them
         runs.append((backend, seeds // 4, 300 if quick else 1000, 500))
     interpreted = ("triton", min(seeds, INTERPRETED_SEEDS), INTERPRETED_TOKENS, 20)
-    if device.type == "cpu" and backend == "triton":
+    if _only_interpreted(device, backend):
         runs = [interpreted]
     elif device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         runs.append(interpreted)
@@ -61,10 +60,15 @@ def _checks(device: torch.device, backend: str, seeds: int, quick: bool, console
             task = progress.add_task(f"{engine}: determinism", total=None)
             outcomes.append(checks.determinism(engine, device, tokens))
             progress.remove_task(task)
-        if runs != [interpreted]:
+        if not _only_interpreted(device, backend):
             progress.add_task(f"{backend}: memory", total=None)
             outcomes.append(checks.memory(backend, device, 2048 if quick else 8192))
     return outcomes
+
+
+def _only_interpreted(device: torch.device, backend: str) -> bool:
+    """Whether only the interpreter is asked for, whose time and memory mean nothing."""
+    return device.type == "cpu" and backend == "triton"
 
 
 def _timings(

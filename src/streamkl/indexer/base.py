@@ -128,7 +128,7 @@ class Indexer(nn.Module, ABC):
             cu_seqlens=cu_seqlens,
         )
         return indexer_kl(
-            teacher_q.detach(), teacher_k.detach(), q, k, w, activation=self.activation, topk_indices=topk_indices,
+            teacher_q, teacher_k, q, k, w, activation=self.activation, topk_indices=topk_indices,
             teacher_scale=teacher_scale, teacher_lse=teacher_lse, causal=causal, window=window,
             cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, row_weight=row_weight, reduction=reduction,
             deterministic=deterministic, backend=backend,

@@ -155,20 +155,22 @@ def _eager_error(case: Case) -> dict[str, float]:
         if case.function == "indexer_kl" and run:  # its heads are added up, too
             heads = torch.randperm(tensors["index_q"].shape[1], generator=rng).to(case.upstream.device)
 
-        def shuffle(name: str, x: Tensor, orders: dict[str, Tensor] = orders, heads: Tensor | None = heads) -> Tensor:
-            x = x[..., orders[name]] if name in orders else x
-            if heads is None or name not in ("index_q", "index_w"):
-                return x
-            return x.index_select(1 if name == "index_q" else -1, heads)
-
-        shuffled = {name: shuffle(name, x) for name, x in tensors.items()}
+        shuffled = {name: _shuffled(name, x, orders, heads) for name, x in tensors.items()}
         eager = evaluate(_definition(case), shuffled, case, **case.options).named()
         for name, value in eager.items():
-            wanted = shuffle(name, exact[name])
+            wanted = _shuffled(name, exact[name], orders, heads)
             largest[name] = max(largest[name], scale * _largest(value.double() - wanted))
     if min(itemsizes) >= 4 and case.options.get("reduction", "mean") != "none":
         largest["loss"] = max(largest["loss"], scale * _summed_row_error(case, tensors))
     return largest
+
+
+def _shuffled(name: str, x: Tensor, orders: dict[str, Tensor], heads: Tensor | None) -> Tensor:
+    """A tensor, or its gradient, with head dimensions and, if they are given an order, index heads in another one."""
+    x = x[..., orders[name]] if name in orders else x
+    if heads is None or name not in ("index_q", "index_w"):
+        return x
+    return x.index_select(1 if name == "index_q" else -1, heads)
 
 
 def _eager_runs(case: Case) -> int:

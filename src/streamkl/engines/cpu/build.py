@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from streamkl import cache
+
 SOURCES = Path(__file__).parent
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
@@ -62,19 +64,13 @@ def compiler() -> str | None:
     return next((path for path in map(shutil.which, names) if path), None)
 
 
-def cache_directory() -> Path:
-    """Where libraries are kept: ``STREAMKL_CACHE``, or the user's cache directory."""
-    root = os.environ.get("STREAMKL_CACHE")
-    return Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "streamkl"
-
-
 def library_path() -> Path:
     """Where the library for this machine is, or would be."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h")):
         digest.update(source.read_bytes())
     digest.update(" ".join((torch.__version__, *_flags())).encode())
-    return cache_directory() / f"cpu-{capability().lower()}-{digest.hexdigest()[:16]}.so"
+    return cache.directory() / f"cpu-{capability().lower()}-{digest.hexdigest()[:16]}.so"
 
 
 @functools.cache

@@ -4,29 +4,16 @@
 every row but those of float32 to zero spills and the shared memory; ``docs/kernels.md`` says how to try your own.
 """
 
-from streamkl.engines.triton.meta import Config
+from streamkl.engines.triton.meta import FLOAT32, KINDS, Config
 
 PROCESSORS = {"gfx942": 304, "gfx950": 256}
 """Compute units of the largest GPU of each."""
-
-KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
-         "mixture_index", "keys_index", "queries_index")  # fmt: skip
-"""Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
 
 MISALIGNED = {
     **{f"{kind}_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)} for kind in KINDS},
     "keys_both_misaligned": {1024: Config(64, 16, 4, 1, hold=16, chunk=16, grad=16)},
 }
 """Where 16 bytes cannot be loaded at once, each element has a pointer of its own: small chunks."""
-
-FLOAT32 = {
-    **{f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=64, chunk=32, grad=64)} for kind in KINDS},
-    **{
-        f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=16, chunk=32, grad=32)}
-        for kind in ("queries_one", "queries_group", "queries_index")
-    },
-}
-"""float32 is multiplied without the matrix cores, to keep its digits."""
 
 GFX942 = {
     "lse": {

@@ -26,6 +26,20 @@ class Config(NamedTuple):
     hold_a: int | None = None
 
 
+KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
+         "mixture_index", "keys_index", "queries_index")  # fmt: skip
+"""Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
+
+FLOAT32 = {
+    **{f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=64, chunk=32, grad=64)} for kind in KINDS},
+    **{
+        f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=16, chunk=32, grad=32)}
+        for kind in ("queries_one", "queries_group", "queries_index")
+    },
+}
+"""float32 is multiplied without tensor cores, to keep its digits."""
+
+
 class SideMeta(NamedTuple):
     """One side in a kernel: heads of ``dim`` in ``block`` columns, all of them or, where ``chunked``, piece by piece.
 

@@ -4,14 +4,10 @@
 every row but those of float32 to zero spills and the shared memory; ``docs/kernels.md`` says how to try your own.
 """
 
-from streamkl.engines.triton.meta import Config
+from streamkl.engines.triton.meta import FLOAT32, KINDS, Config
 
 PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188}
 """Multiprocessors of the largest GPU of each."""
-
-KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
-         "mixture_index", "keys_index", "queries_index")  # fmt: skip
-"""Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
 
 WARP_MISALIGNED = {
     **{f"{kind}_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=32, grad=32)} for kind in KINDS},
@@ -26,15 +22,6 @@ WARPGROUP_MISALIGNED = {
     "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
 }
 """The same for products of 64 rows a warp group, or 128 a program."""
-
-FLOAT32 = {
-    **{f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=64, chunk=32, grad=64)} for kind in KINDS},
-    **{
-        f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=16, chunk=32, grad=32)}
-        for kind in ("queries_one", "queries_group", "queries_index")
-    },
-}
-"""float32 is multiplied without tensor cores, to keep its digits."""
 
 SM_80 = {
     "lse": {
@@ -193,66 +180,20 @@ SM_100 = SM_90 | {
     },
 }
 
-SM_120 = {
-    "lse": {
-        64: Config(128, 128, 8, 2),
-        128: Config(128, 128, 8, 2),
-        256: Config(128, 64, 8, 2),
-        1024: Config(128, 64, 8, 2, hold=128),
-    },
-    "paired": {
-        64: Config(128, 64, 8, 2),
-        128: Config(128, 64, 8, 2),
-        256: Config(128, 64, 8, 2, hold=128),
-        1024: Config(128, 64, 8, 2, hold=128),
-    },
+SM_120 = SM_86 | {
+    "lse": {**SM_86["lse"], 1024: Config(128, 64, 8, 2, hold=128)},
     "mixture": {
         64: Config(128, 64, 8, 2),
         128: Config(128, 64, 8, 1, hold=64),
         256: Config(128, 32, 8, 1, hold=128),
         1024: Config(128, 64, 8, 1, hold=128),
     },
-    "keys_one": {
-        64: Config(128, 32, 8, 1, hold=32, chunk=32, grad=64),
-        128: Config(64, 32, 8, 1, hold=64),
-        256: Config(64, 32, 8, 1, hold=128),
-        1024: Config(64, 32, 8, 1, hold=128),
-    },
-    "keys_both": {
-        64: Config(64, 32, 4, 1, hold=32, chunk=32, grad=64),
-    },
+    "keys_one": {**SM_86["keys_one"], 64: Config(128, 32, 8, 1, hold=32, chunk=32, grad=64)},
     "keys_group": {
-        64: Config(64, 64, 8, 1, hold=32, chunk=32, grad=64),
+        **SM_86["keys_group"],
         128: Config(64, 32, 8, 1, hold=64),
         256: Config(64, 32, 8, 1, hold=64, chunk=32),
-        1024: Config(64, 32, 8, 1, hold=64),
     },
-    "queries_one": {
-        64: Config(128, 64, 8, 1, hold=32, chunk=32, grad=64),
-        128: Config(128, 32, 8, 1, hold=64),
-        256: Config(64, 32, 8, 1, hold=128),
-        1024: Config(64, 32, 8, 1, hold=128),
-    },
-    "queries_group": {
-        64: Config(128, 64, 8, 1, hold=32, chunk=32, grad=64),
-        128: Config(128, 32, 8, 1, hold=64),
-        256: Config(64, 32, 8, 1, hold=128),
-        1024: Config(64, 32, 8, 1, hold=128),
-    },
-    "lse_index": {
-        1024: Config(128, 64, 8, 1, hold=128),
-    },
-    "mixture_index": {
-        1024: Config(128, 64, 8, 1, hold=128, hold_a=64),
-    },
-    "keys_index": {
-        1024: Config(64, 32, 8, 1, hold=64),
-    },
-    "queries_index": {
-        1024: Config(64, 32, 8, 1, hold=64),
-    },
-    **WARP_MISALIGNED,
-    **FLOAT32,
 }
 
 TABLES = {"sm_80": SM_80, "sm_86": SM_86, "sm_89": SM_86, "sm_90": SM_90, "sm_100": SM_100, "sm_120": SM_120}

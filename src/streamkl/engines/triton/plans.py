@@ -122,7 +122,6 @@ class Trained(NamedTuple):
     dw: Tensor | None
     sum_p: Tensor
     sum_acc: Tensor
-    a: Rows
     b: Rows
 
 
@@ -135,7 +134,7 @@ def train(
     assert gradient.dq_b is not None
     assert gradient.dk_b is not None
     return gradient.launches, Trained(
-        gradient.dq_b, gradient.dk_b, gradient.dw_b, gradient.sum_p, gradient.sum_acc, gradient.a, gradient.b
+        gradient.dq_b, gradient.dk_b, gradient.dw_b, gradient.sum_p, gradient.sum_acc, gradient.b
     )
 
 
@@ -158,10 +157,9 @@ class _Gradient:
         self.peak_w = None
         if inputs.b_w is not None and inputs.b_q.dtype == torch.float16:
             self.peak_w = _peak(torch.where((self.weight != 0) & (norm.m_b != -torch.inf), inputs.b_w.float(), 0.0))
-        if loss:
+        self.sum_p = self.sum_acc = self.b.m  # not read
+        if loss and not problem.deterministic:  # else `queries_kernel` writes them
             self.sum_p, self.sum_acc = (torch.zeros_like(self.b.m) for _ in range(2))
-        else:
-            self.sum_p = self.sum_acc = self.b.m  # not read
 
     def add(self, want_a: bool, want_b: bool) -> None:
         """One sweep for dQ and dK of the sides that want them; two if deterministic."""

@@ -12,7 +12,6 @@ from streamkl.engines.triton.launch import Launch
 from streamkl.problem import Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
 
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 128))
 """Head dims of side ``a`` and side ``b``: latent attention has 192 and, absorbed, 576."""
 

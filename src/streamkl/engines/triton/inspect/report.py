@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from streamkl import cache
 from streamkl.engines.triton.inspect import binary, budget
 from streamkl.engines.triton.inspect.compiler import compile_launch
 from streamkl.engines.triton.inspect.matrix import (
@@ -23,7 +24,6 @@ from streamkl.engines.triton.inspect.matrix import (
     INDEX_KINDS,
     INDEXERS,
     KINDS,
-    TARGETS,
     Variant,
     launches,
 )
@@ -57,7 +57,7 @@ class Figures(NamedTuple):
     broken: list[str]
 
 
-def variants(targets: Iterable[str] = TARGETS, quick: bool = False) -> list[Variant]:
+def variants(targets: Iterable[str] = tuple(budget.TARGETS), quick: bool = False) -> list[Variant]:
     """What is compiled: bfloat16, aligned and not, and float16 where its kernels differ, in those of gradients.
 
     Quick leaves the wide heads out, and of the targets all but one of each kind of tensor core.
@@ -120,7 +120,7 @@ def all_figures(wanted: Sequence[Variant], processes: int | None = None) -> Iter
 
 
 def _remembered(variant: Variant, launch: Launch) -> Figures:
-    path = _cache() / f"{_key(variant, launch)}.json"
+    path = cache.directory() / "kernels" / f"{_key(variant, launch)}.json"
     if path.exists():
         return Figures(**json.loads(path.read_text()))
     made = _figures(variant, launch)
@@ -149,14 +149,6 @@ def _figures(variant: Variant, launch: Launch) -> Figures:
         read.mma, read.exp, read.loop.instructions, read.loop.mix, *clocks, clocks.ceiling,
         budget.violations(read, variant.arch, half),
     )  # fmt: skip
-
-
-def _cache() -> Path:
-    root = (
-        os.environ.get("STREAMKL_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "streamkl"
-    )
-    return Path(root) / "kernels"
 
 
 def _key(variant: Variant, launch: Launch) -> str:
