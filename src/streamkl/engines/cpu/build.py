@@ -7,7 +7,6 @@ process wait for the first, so that processes which start together find a whole 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -16,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,7 +86,7 @@ def build(force: bool = False) -> Path:
     if reason is not None:
         raise BuildError(f"the CPU engine cannot be built: {reason}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_suffix(".lock")):
+    with cache.locked(path.with_suffix(".lock")):
         if path.exists() and not force:
             return path
         sys.stderr.write("streamkl: building the CPU engine, once, in about half a minute ...\n")
@@ -132,12 +130,3 @@ def _run_compiler(arguments: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
         raise BuildError(f"the compiler failed: {' '.join(command)}\n{result.stderr[-4000:]}")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    import fcntl
-
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
