@@ -97,6 +97,38 @@ def attention_lse(
     return lse[0] if packed else lse
 
 
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block: int = 1,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
+    """What `streamkl.sparse.sparse_attention` computes, with the same arguments, in O(Nq Nk) memory."""
+    packed, starts = False, [0, q.shape[2]]
+    if cu_seqlens_q is not None:
+        q, k, v, indices = *(x.transpose(0, 1)[None] for x in (q, k, v)), indices[None]
+        packed, starts = True, [*cu_seqlens_q.tolist(), q.shape[2]]
+    lengths = [-(-(starts[n + 1] - starts[n]) // block) for n in range(len(starts) - 1)]
+    row_list = torch.cat(  # the list of each row
+        [sum(lengths[:n]) + torch.arange(starts[n + 1] - starts[n]) // block for n in range(len(lengths))]
+    )
+    named = indices[:, row_list.to(indices.device)]
+    allowed = allowed_pairs(
+        q.shape[2], k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k, named[0] if packed else named
+    ).to(q.device)
+    log_p = log_softmax(logits(q, k, scale), allowed)
+    p = torch.where(allowed, log_p.exp(), 0.0).to(v.dtype)
+    out = p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return out[0].transpose(0, 1) if packed else out
+
+
 def logits(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     """``scale * <q, k>`` for ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``: ``[B, H, Nq, Nk]``, float32 or float64."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
