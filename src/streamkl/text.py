@@ -95,7 +95,7 @@ def documents(
     empty = True
     for path in found:
         whole = (
-            _lines(path, field, encoding) if path.suffix == ".jsonl" else [(path.name, _pieces(path, encoding, part))]
+            _lines(path, field, encoding) if path.suffix == ".jsonl" else [(0, _pieces(path, encoding, part))]
         )
         for name, pieces in whole:
             texts = (text for text in _parts(pieces, part) if not text.isspace())
