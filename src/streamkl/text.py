@@ -94,10 +94,8 @@ def documents(
     found = files(paths)
     empty = True
     for path in found:
-        whole = (
-            _lines(path, field, encoding) if path.suffix == ".jsonl" else [(0, _pieces(path, encoding, part))]
-        )
-        for name, pieces in whole:
+        whole = _lines(path, field, encoding) if path.suffix == ".jsonl" else [(0, _pieces(path, encoding, part))]
+        for line, pieces in whole:
             texts = (text for text in _parts(pieces, part) if not text.isspace())
             for number, text in enumerate(texts):
                 empty = False
