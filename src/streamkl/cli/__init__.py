@@ -8,7 +8,8 @@ from pathlib import Path
 
 import typer
 
-from streamkl.cli import bench
+from streamkl.cli import bench, evaluate
+from streamkl.cli.many import ManyValues
 
 app = typer.Typer(
     help="Attention distillation by KL divergence, tile by tile.", no_args_is_help=True, add_completion=False
@@ -16,6 +17,8 @@ app = typer.Typer(
 
 
 app.add_typer(bench.app, name="bench")
+app.command(cls=ManyValues)(evaluate.oracle)
+app.command(cls=ManyValues)(evaluate.evaluate)
 
 
 def _show_version(wanted: bool) -> None:
