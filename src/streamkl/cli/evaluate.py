@@ -77,7 +77,7 @@ def evaluate(
     encoding: Encoding = "utf-8",
     output: Output = Path("report"),
 ) -> None:
-    """Says what indexers cost and gain: dense attention, each folder of indexers and each selector, on one set of contexts.
+    """Says what indexers cost and gain: dense attention, folders of indexers and selectors on the same contexts.
 
     It can be interrupted; the same command goes on where it was, and one with more contexts or methods adds to it.
     """

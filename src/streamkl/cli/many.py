@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import click
+from typing import Any
+
 import typer.core
 
 
 class ManyValues(typer.core.TyperCommand):
     """A command whose list options take all words up to the next option; its arguments come before them."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # a context of click, or of the copy that typer has
         """Repeats the name of a list option before each of its values."""
-        lists = {name for p in self.params if isinstance(p, click.Option) and p.multiple for name in p.opts}
+        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
         return super().parse_args(ctx, _repeated(args, lists))
 
 

@@ -64,9 +64,9 @@ def markdown(
     lines = [f"# Sparse attention in {run.get('model', 'a model')}", ""]
     lines += [
         f"{run['dtype']}, seed {run['seed']}, tokens after the first attend {run['decode']}; {where(facts)}.", "",
-        "Every method was run on the same contexts. Answers are generated, the likeliest token each time. Intervals are of "
-        "95%: Wilson's for a rate, Newcombe's for the difference of two rates on the same contexts, Student's over passages "
-        "for perplexity. The time is the median of the prefills, on this machine.", "",
+        "Every method was run on the same contexts. Answers are generated, the likeliest token each time. Intervals "
+        "are of 95%: Wilson's for a rate, Newcombe's for the difference of two rates on the same contexts, Student's "
+        "over passages for perplexity. The time is the median of the prefills, on this machine.", "",
     ]  # fmt: skip
     if "frontier" in there:
         lines += [f"![Quality against time to first token]({there['frontier']})", ""]
@@ -76,8 +76,8 @@ def markdown(
         lines += [f"## {TITLES.get(task, task)}", "", *_table(task, [f for f in shown if f.task == task]), ""]
         if task == "perplexity":
             lines += [
-                f"Queries that share a list choose for one another, so a later one may choose for an earlier one whose next "
-                f"token is scored. The last query of a block has none after it: the right column is of every "
+                f"Queries that share a list choose for one another, so a later one may choose for an earlier one whose "
+                f"next token is scored. The last query of a block has none after it: `last rows` is of every "
                 f"{run['largest_block']}th row alone, the same rows for every method.", "",
             ]  # fmt: skip
     if lost:
@@ -138,8 +138,9 @@ def _layer_table(layers: list[LayerFigure]) -> list[str]:
         rows.append(row)
     head = ["tokens", "method", "passages", "recall", "lowest", "mass", "lowest"]
     return [
-        "The last queries of passages, on the queries and keys of the dense model: the share of the oracle's keys of each "
-        "query that a method lists (recall), and the share of attention on listed keys (mass), means over layers.", "",
+        "The last queries of passages, on the queries and keys of the dense model: the share of the oracle's keys of "
+        "each query that a method lists (recall), and the share of attention on listed keys (mass), means over "
+        "layers.", "",
         *_markdown(head, rows),
     ]  # fmt: skip
 

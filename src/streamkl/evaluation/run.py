@@ -58,7 +58,7 @@ class Evaluation:
     def run(self, folder: Path, progress: Progress) -> Records:
         """Does what is not in the folder yet."""
         records = Records(folder, self.full_identity())
-        steps = [step for step in self.steps() if any((*step[:3], m.name) not in records for m in step.methods)]
+        steps = [step for step in (_left(step, records) for step in self.steps()) if step.methods]
         bar = progress.add_task("", total=len(steps))
         context: Context | None = None
         for step in steps:
@@ -128,6 +128,11 @@ class Evaluation:
             "dtype": str(self.subject.model.dtype).removeprefix("torch."), "largest_block": self.plan.largest_block,
             "version": VERSION,
         }  # fmt: skip
+
+
+def _left(step: Step, records: Records) -> Step:
+    """What of a step is not done yet."""
+    return step._replace(methods=tuple(m for m in step.methods if (*step[:3], m.name) not in records))
 
 
 def _told(step: Step, records: Records) -> str:

@@ -6,6 +6,7 @@ and sentences are none that ``streamkl distill`` trains with.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -103,7 +104,7 @@ def _tracking(rng: random.Random) -> tuple[list[str], str, str]:
     names = rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", HOPS + 1)
     answer = str(rng.randrange(10_000, 100_000))
     hidden = [f" The variable {names[0]} has the value {answer}."]
-    hidden += [f" The variable {new} has the same value as {old}." for old, new in zip(names, names[1:], strict=False)]
+    hidden += [f" The variable {new} has the same value as {old}." for old, new in itertools.pairwise(names)]
     question = (
         f"\n\nQuestion: What is the value of the variable {names[-1]}?\nAnswer: The variable {names[-1]} has the value"
     )
