@@ -23,11 +23,8 @@ MORE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 
 NAMES = {"oracle": "oracle", "window": "window + sinks", "random": "random"}
 TASKS = {"needle": "needle", "multikey": "multi-key needle", "tracking": "variable tracking"}
-GAPS = {
-    "oracle": "oracle gap\n(budget)",
-    "indexer": "indexer gap\n(prediction)",
-    "realization": "realization gap\n(block)",
-}
+PANELS = {"recall": "recall of the oracle's keys", "mass": "attention mass on listed keys"}
+GAPS = {"oracle": "oracle gap", "indexer": "indexer gap", "realization": "realization gap"}
 
 
 def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[LayerFigure], where: str) -> list[Path]:
