@@ -87,7 +87,7 @@ class TypedSide final : public Side {
   }
 
   void product(int64_t slot, const Part& part, float* x) override {
-    const int64_t most = dim > kPiece ? kPiece / 2 : kPiece;  // of wide heads, shorter pieces
+    const int64_t most = dim > kPiece ? kPiece / 4 : kPiece;  // of wide heads, shorter pieces
     const int64_t width = kVnni ? inner_ : std::min(dim, most);
     multiply(slot, part, 0, width, x);
     if constexpr (!kVnni) {
