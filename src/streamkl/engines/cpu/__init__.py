@@ -101,6 +101,16 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     return loss, Gradients(None, None, dq, dk.contiguous(), None if inputs.b_w is None else dw), mass
 
 
+def sparse_attention(
+    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int
+) -> Tensor:
+    """Attention over the keys of ``indices [B, lists, K]``: ``[B, H, Nq, Dv]``."""
+    table = torch.tensor([(*seq, first) for seq, first in support.shared_lists(block)], dtype=torch.int64)
+    return torch.ops.streamkl_cpu.sparse_attention(
+        q, k, v, indices.to(torch.int32).contiguous(), table.reshape(-1, 7), block, side.scale, *_window(support)
+    )
+
+
 def _tensors(problem: Problem, inputs: Inputs) -> tuple[Tensor | None, ...]:
     """The tensors of a mixture as its operators take them."""
     return *inputs[:4], _weights(problem.b, inputs.b_q, inputs.b_w), _table(problem.support)

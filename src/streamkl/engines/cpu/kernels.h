@@ -34,4 +34,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
+// out [B, H, Nq, Dv] over the keys of indices [B, lists, K], int32, contiguous; table names each sequence's first list, too.
+Tensor sparse_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t block,
+    double scale, int64_t left, int64_t right);
+
 }  // namespace streamkl::cpu
