@@ -116,6 +116,7 @@ BENCH = {
     "plots": {"bench.cells", "bench.records", "bench.report"},
     "run": {"bench", "bench.cells", "bench.contestants", "bench.records", "bench.suites"},
     "prefill/__init__": set(),
+    "prefill/allocator": set(),
     "prefill/models": set(),
     "prefill/stopwatch": set(),
     "prefill/gate": {"bench.gate", "integrations.transformers", "sparse"},

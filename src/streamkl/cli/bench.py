@@ -128,6 +128,7 @@ def prefill(
     dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32."),
     threads: int = typer.Option(0, help="CPU threads; what torch takes if not given."),
     rounds: int = typer.Option(3, help="How often dense and sparse take turns."),
+    keep_memory: bool = typer.Option(True, help="Freed memory stays with the process, for both ways alike."),
     memory: bool = typer.Option(True, help="Measure memory, each way in a process of its own."),
     output: Path = typer.Option(Path("prefill.jsonl"), help="Where results are added, a line each."),  # noqa: B008
     picture: Path | None = typer.Option(None, help="Draw all results of the file into this PNG."),  # noqa: B008
@@ -141,6 +142,7 @@ def prefill(
     options = {
         "model": model, "layers": layers or None, "selector": selector, "indexers": indexers or None, "topk": topk,
         "block": block, "index_dim": index_dim, "dtype": dtype, "rounds": rounds,
+        "keep_memory": keep_memory,
     }  # fmt: skip
     sys.exit(run(_console(), tokens, options, threads, memory, output, picture))
 

@@ -25,6 +25,7 @@ class Prefill:
         block: Queries that share a list, 0 for dense.
         dtype: Of weights and activations.
         threads: CPU threads.
+        keep_memory: Whether freed memory stayed with the process (`allocator`).
         seconds: Time to first token, every repetition.
         parts: Seconds of each part, of the repetition next to the median.
         extra_bytes: What a pass added to its process at its peak.
@@ -42,6 +43,7 @@ class Prefill:
     block: int
     dtype: str
     threads: int
+    keep_memory: bool = True
     seconds: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     extra_bytes: int | None = None
@@ -57,7 +59,9 @@ class Prefill:
     def title(self) -> str:
         """The model, and what was done to it."""
         layers = "" if self.layers == self.all_layers else f", {self.layers} of {self.all_layers} layers"
-        return f"{Path(self.model).name}{', random weights (a stress test)' if self.random_weights else ''}{layers}"
+        drawn = ", random weights (a stress test)" if self.random_weights else ""
+        handed_back = "" if self.keep_memory else ", freed memory handed back"
+        return f"{Path(self.model).name}{drawn}{layers}{handed_back}"
 
     @property
     def name(self) -> str:
@@ -75,7 +79,7 @@ def append(path: Path, record: Prefill) -> None:
 def read(path: Path) -> list[Prefill]:
     """All records, in the order of the file; of two for the same model, length and method the later one."""
     records = (Prefill(**json.loads(line)) for line in path.read_text().splitlines())
-    return list({(r.model, r.layers, r.tokens, r.name, r.threads): r for r in records}.values())
+    return list({(r.title, r.tokens, r.name, r.threads): r for r in records}.values())
 
 
 def table(records: list[Prefill]) -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streamkl.bench import isolated, machine
-from streamkl.bench.prefill import gate, models
+from streamkl.bench.prefill import allocator, gate, models
 from streamkl.bench.prefill.records import Prefill
 from streamkl.bench.prefill.stopwatch import Stopwatch
 from streamkl.integrations.transformers import SparseModel, new_indexers, sparsify
@@ -45,6 +45,7 @@ class Job:
         dtype: Of weights and activations.
         threads: CPU threads.
         rounds: How often each takes its turn.
+        keep_memory: Whether freed memory stays with the process, for both ways alike (`allocator`).
     """
 
     model: str
@@ -58,11 +59,14 @@ class Job:
     dtype: str = "bfloat16"
     threads: int = 1
     rounds: int = 3
+    keep_memory: bool = True
 
 
 def run(job: Job, memory: bool) -> Iterator[Prefill]:
     """Measures dense and sparse attention of a job, and yields the dense record first."""
     torch.set_num_threads(job.threads)
+    if job.keep_memory:
+        allocator.keep_freed_memory()
     model, prompt = _prepared(job)
     gate.check(model, prompt, job.block)
     passes: dict[str, list[dict[str, float]]] = {"dense": [], job.selector: []}
@@ -104,7 +108,7 @@ def _sparsify(model: PreTrainedModel, job: Job) -> SparseModel:
     indexers = job.indexers
     if job.selector == "indexer" and indexers is None:
         torch.manual_seed(0)
-        indexers = new_indexers(model, head_dim=job.index_dim)
+        indexers = new_indexers(model, head_dim=job.index_dim).to(model.dtype)
     return sparsify(model, SELECTORS[job.selector](job.topk, job.block), indexers)
 
 
@@ -123,7 +127,7 @@ def _record(job: Job, model: PreTrainedModel, method: str) -> Prefill:
         model=job.model, random_weights=job.model in models.SHAPES, layers=config.num_hidden_layers,
         all_layers=models.layers_of(job.model),
         tokens=job.tokens, method=method, topk=0 if dense else job.topk, block=0 if dense else job.block,
-        dtype=job.dtype, threads=job.threads, machine=machine.facts(torch.device("cpu")),
+        dtype=job.dtype, threads=job.threads, keep_memory=job.keep_memory, machine=machine.facts(torch.device("cpu")),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )  # fmt: skip
 
