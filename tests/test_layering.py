@@ -116,9 +116,54 @@ BENCH = {
     "report": {"bench.cells", "bench.records"},
     "plots": {"bench.cells", "bench.records", "bench.report"},
     "run": {"bench", "bench.cells", "bench.contestants", "bench.records", "bench.suites"},
+    "prefill/__init__": set(),
+    "prefill/allocator": set(),
+    "prefill/models": set(),
+    "prefill/stopwatch": set(),
+    "prefill/gate": {"bench.gate", "integrations.transformers", "sparse"},
+    "prefill/records": {"bench.prefill.stopwatch"},
+    "prefill/plots": {"bench.prefill.records", "bench.prefill.stopwatch", "bench.report"},
+    "prefill/run": {
+        "bench",
+        "bench.prefill",
+        "bench.prefill.records",
+        "bench.prefill.stopwatch",
+        "integrations.transformers",
+        "integrations.transformers.families",
+        "sparse",
+    },
 }
 """The modules of the benchmark, and what each may import besides the public functions."""
 
+TRANSFORMERS = {
+    "__init__": {"requirements", "attention", "families", "indexers", "layer", "loading", "model"},
+    "requirements": set(),
+    "selection": set(),
+    "folder": set(),
+    "index_cache": set(),
+    "layout": set(),
+    "masks": {"layout"},
+    "own_indexer": {"families", "layer", "masks"},  # the layer's type alone
+    "layer": {"", "families", "layout", "masks", "own_indexer", "selection"},
+    "attention": {"layer", "masks", "selection"},
+    "indexers": {"", "families", "selection"},
+    "model": {"families", "indexers", "layer", "selection"},
+    "loading": {"", "model", "selection"},
+    "families/base": set(),
+    "families/dsa": {"families.base"},
+    "families/llama": {"families.base"},
+    "families/qwen3": {"families.base"},
+    "families/qwen3_next": {"families.base"},
+    "families/qwen3_5": {"families.base"},
+    "families/gemma3": {"families.base"},
+    "families/deepseek_v32": {"families.dsa"},
+    "families/glm_moe_dsa": {"families.dsa"},
+    "families/__init__": {
+        f"families.{name}"
+        for name in ("base", "deepseek_v32", "dsa", "gemma3", "glm_moe_dsa", "llama", "qwen3", "qwen3_5", "qwen3_next")
+    },
+}
+"""The modules of the integration into transformers, what of it each may import; all may import sparse and indexer."""
 
 EVALUATION = {
     "__init__": set(),
@@ -128,7 +173,7 @@ EVALUATION = {
     "plan": {"evaluation.methods", "evaluation.tasks"},
     "records": set(),
     "statistics": set(),
-    "subject": {"evaluation.methods", "integrations.transformers"},
+    "subject": {"evaluation.methods", "integrations.transformers", "integrations.transformers.folder"},
     "layers": {"evaluation.methods", "evaluation.subject", "integrations.transformers", "sparse"},
     "run": {f"evaluation.{name}" for name in ("haystack", "layers", "methods", "plan", "records", "subject", "tasks")},
     "summary": {"evaluation.methods", "evaluation.records", "evaluation.statistics"},
@@ -138,18 +183,21 @@ EVALUATION = {
 }
 """The modules of the evaluation, and what each may import besides the public functions."""
 
+ABOVE = ("bench/prefill", "evaluation")
+"""Where models of transformers are used."""
 
-def imports(path: Path) -> set[str]:
-    """The modules of the package that a file imports, anywhere in it."""
+
+def imports(path: Path, package: str = "streamkl") -> set[str]:
+    """The modules of a package that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "streamkl":
-            found |= {f"streamkl.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            found |= {f"{package}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
-    return {name for name in found if name.split(".")[0] == "streamkl"}
+    return {name for name in found if name.split(".")[0] == package}
 
 
 def test_the_core_imports_only_what_lies_below_it() -> None:
@@ -158,24 +206,31 @@ def test_the_core_imports_only_what_lies_below_it() -> None:
 
 
 def test_every_core_module_has_a_rule() -> None:
-    apart = ("bench", "cli", "evaluation", "selfcheck", "testing")
-    core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in apart}
+    apart = ("bench", "cli", "evaluation", "integrations", "selfcheck", "testing")
+    paths = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+    core = {str(path) for path in paths if path.parts[0] not in apart}
     assert core == set(ALLOWED)
 
 
 def test_the_benchmark_imports_only_what_lies_below_it_and_the_core_does_not_import_it() -> None:
-    assert {path.stem for path in (ROOT / "bench").glob("*.py")} == set(BENCH)
+    bench = ROOT / "bench"
+    assert {str(path.relative_to(bench).with_suffix("")) for path in bench.rglob("*.py")} == set(BENCH)
     for name, allowed in BENCH.items():
-        found = imports(ROOT / "bench" / f"{name}.py") - {"streamkl"}
+        found = imports(bench / f"{name}.py") - {"streamkl"}
         assert found <= {f"streamkl.{module}" for module in allowed}, name
     importers = {
         str(path.relative_to(ROOT))
         for path in ROOT.rglob("*.py")
-        if any(name.startswith("streamkl.bench") for name in imports(path)) and path.parent.name != "bench"
+        if any(name.startswith("streamkl.bench") for name in imports(path)) and not path.is_relative_to(bench)
     }
     assert importers == {
-        "cli/bench.py", "cli/evaluate.py", "cli/selfcheck.py", "selfcheck/checks.py", "selfcheck/report.py"
-    }  # fmt: skip
+        "cli/bench.py",
+        "cli/evaluate.py",
+        "cli/prefill.py",
+        "cli/selfcheck.py",
+        "selfcheck/checks.py",
+        "selfcheck/report.py",
+    }
 
 
 def test_the_evaluation_imports_only_what_lies_below_it_and_the_command_line_alone_imports_it() -> None:
@@ -200,3 +255,20 @@ def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
     assert importers == {
         "cli/doctor.py", "bench/cells.py", "bench/gate.py", "bench/suites.py", "selfcheck/checks.py"
     }  # fmt: skip
+
+
+def test_an_integration_imports_only_what_lies_below_it_and_the_core_does_not_import_it() -> None:
+    folder, package = ROOT / "integrations" / "transformers", "streamkl.integrations.transformers"
+    assert {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.py")} == set(TRANSFORMERS)
+    for name, allowed in TRANSFORMERS.items():
+        found = imports(folder / f"{name}.py") - {"streamkl", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
+        assert found <= {f"{package}.{module}".rstrip(".") for module in allowed}, name
+    importers = {path for path in ROOT.rglob("*.py") if any("integrations" in name for name in imports(path))}
+    above = {str(path.parent.relative_to(ROOT)) for path in importers if not path.is_relative_to(folder)}
+    assert above <= set(ABOVE)
+
+
+def test_transformers_is_imported_by_its_integration_by_what_uses_and_by_what_tests_it() -> None:
+    importers = {path.relative_to(ROOT) for path in ROOT.rglob("*.py") if imports(path, "transformers")}
+    apart = {path for path in importers if path.parts[0] != "integrations" and str(path.parent) not in ABOVE}
+    assert apart == {Path("testing") / f"{name}.py" for name in ("needle", "smollm2", "tiny_models")}

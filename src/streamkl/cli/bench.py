@@ -115,6 +115,38 @@ def plot(
         typer.echo(str(path))
 
 
+@app.command()
+def prefill(
+    model: str = typer.Argument(help="A folder with a checkpoint, or Qwen3-0.6B or Qwen3-8B for its shape."),
+    tokens: list[int] = typer.Option([8192], help="Length of the prompt; may be given several times."),  # noqa: B008
+    layers: int = typer.Option(0, help="How many of the model's layers; all if not given."),
+    selector: str = typer.Option("indexer", help="indexer, oracle or window."),
+    indexers: str = typer.Option("", help="A folder of indexers; untrained ones if not given."),
+    topk: int = typer.Option(2048, help="How many keys a list has."),
+    block: int = typer.Option(64, help="How many queries share a list."),
+    index_dim: int = typer.Option(128, help="Width of untrained indexers."),
+    dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32."),
+    threads: int = typer.Option(0, help="CPU threads; what torch takes if not given."),
+    rounds: int = typer.Option(3, help="How often dense and sparse take turns."),
+    keep_memory: bool = typer.Option(True, help="Freed memory stays with the process, for both ways alike."),
+    memory: bool = typer.Option(True, help="Measure memory, each way in a process of its own."),
+    output: Path = typer.Option(Path("prefill.jsonl"), help="Where results are added, a line each."),  # noqa: B008
+    picture: Path | None = typer.Option(None, help="Draw all results of the file into this PNG."),  # noqa: B008
+) -> None:
+    """Time to first token of a whole model through transformers, dense against sparse, taken apart.
+
+    A shape has random weights: a stress test, which says nothing about quality.
+    """
+    from streamkl.cli.prefill import run
+
+    options = {
+        "model": model, "layers": layers or None, "selector": selector, "indexers": indexers or None, "topk": topk,
+        "block": block, "index_dim": index_dim, "dtype": dtype, "rounds": rounds,
+        "keep_memory": keep_memory,
+    }  # fmt: skip
+    sys.exit(run(_console(), tokens, options, threads, memory, output, picture))
+
+
 def _suites(names: list[str], contestants: str, isolated: bool, **cell: str) -> dict[str, Suite]:
     """The suites that are named, or one made of the shape that is given."""
     from dataclasses import replace

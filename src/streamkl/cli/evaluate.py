@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,28 +94,25 @@ def _run(**given: Any) -> int:
         raise typer.BadParameter(str(error)) from None
     try:
         import torch
-        import transformers
 
         from streamkl.bench import machine
         from streamkl.evaluation import report
         from streamkl.evaluation.haystack import Haystack
         from streamkl.evaluation.run import Evaluation
-        from streamkl.evaluation.subject import Subject
-        from streamkl.integrations.transformers.folder import MARKER
+        from streamkl.evaluation.subject import Subject, digest, load_tokenizer
     except ImportError as error:
         console.print(f"this command needs transformers: pip install 'streamkl[hf,bench]' ({error})", markup=False)
         return 1
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
-        haystack = Haystack.read(given["text"], tokenizer, field=given["field"], encoding=given["encoding"])
+        haystack = Haystack.read(
+            given["text"], load_tokenizer(given["model"]), field=given["field"], encoding=given["encoding"]
+        )
         with console.status(f"loading {given['model']}"):
             subject = Subject(
                 given["model"], names, dtype=getattr(torch, given["dtype"]), device=given["device"],
                 decode=given["decode"],
             )  # fmt: skip
-        digests = {name: hashlib.sha256((path / MARKER).read_bytes()).hexdigest()[:16] for name, path in names.items()}
+        digests = {name: digest(path) for name, path in names.items()}
         evaluation = Evaluation(plan, subject, haystack, {"model": Path(given["model"]).name, "indexers": digests})
         evaluation.check()
         done = _progress(evaluation, given["output"], console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from streamkl.evaluation.methods import DENSE, SELECTORS, Method
 from streamkl.integrations.transformers import Indexers, load_indexers, sparsify
+from streamkl.integrations.transformers.folder import MARKER
 
 LOGITS = 1 << 25
 """How many logits are held at a time: 128 MB in float32."""
@@ -54,7 +56,8 @@ class Subject:
         device: str = "cpu",
         decode: Literal["dense", "sparse"] = "sparse",
     ) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        logging.disable_progress_bar()
+        self.tokenizer: Any = load_tokenizer(model)
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         self.model = self.model.to(device).eval()
         self.decode: Literal["dense", "sparse"] = decode
@@ -124,3 +127,15 @@ class Subject:
         """The tokens that end a text."""
         ends = self.model.generation_config.eos_token_id
         return {ends} if isinstance(ends, int) else set(ends or ())
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """The tokenizer of a model, with which text can be looked at before the model is loaded."""
+    return AutoTokenizer.from_pretrained(model)
+
+
+def digest(folder: Path) -> str:
+    """Of a folder of indexers, by which a run knows them again."""
+    if not (folder / MARKER).is_file():
+        raise ValueError(f"there are no indexers in {folder}: it has no {MARKER}")
+    return hashlib.sha256((folder / MARKER).read_bytes()).hexdigest()[:16]

@@ -1,0 +1,51 @@
+"""The picture: time to first token, taken apart, dense beside sparse. Needs matplotlib, from the ``bench`` extra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from streamkl.bench.prefill.records import Prefill
+from streamkl.bench.prefill.stopwatch import PARTS
+from streamkl.bench.report import threads_name
+
+COLOURS = {"projections": "#9ecae1", "selection": "#d95f02", "attention": "#1f77b4", "rest": "#cccccc"}
+
+
+def draw(records: list[Prefill], path: Path) -> None:
+    """One row of bars a model: a bar a method and length, its parts side by side."""
+    titles = list(dict.fromkeys(r.title for r in records))
+    heights = [sum(r.title == title for r in records) for title in titles]
+    figure, rows = plt.subplots(
+        len(titles), 1, figsize=(8.5, 1.4 + 0.8 * len(titles) + 0.42 * sum(heights)), layout="constrained",
+        squeeze=False, gridspec_kw={"height_ratios": [h + 1 for h in heights]},
+    )  # fmt: skip
+    for axes, title in zip(rows[:, 0], titles, strict=True):
+        of_model = sorted((r for r in records if r.title == title), key=lambda r: (r.tokens, r.method != "dense"))
+        for line, r in enumerate(of_model):
+            left, total = 0.0, sum(r.parts.values()) or 1.0
+            for part in PARTS:
+                width = r.median * r.parts.get(part, 0.0) / total
+                axes.barh(line, width, left=left, color=COLOURS[part], label=part if line == 0 else None)
+                left += width
+            dense = [d for d in of_model if d.method == "dense" and d.tokens == r.tokens]
+            faster = f"   {dense[0].median / r.median:.1f}x" if dense and r.method != "dense" else ""
+            axes.text(left, line, f"  {r.median:.1f} s{faster}", va="center", fontsize=9)
+        axes.set_yticks(range(len(of_model)), [f"{r.tokens:,} tokens, {r.name}" for r in of_model], fontsize=9)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.18 * max(r.median for r in of_model))
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3, axis="x")
+    rows[-1, 0].set_xlabel("time to first token (s)")
+    handles, labels = rows[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=9)
+    last = records[-1]
+    facts = f"{last.machine.get('device', '')}, {threads_name(last.threads)}, torch {last.machine.get('torch', '')}"
+    figure.suptitle(f"Time to first token, dense against sparse attention\n{facts}, {last.dtype}", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,98 @@
+"""What was measured of one way to read a prompt: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from streamkl.bench.prefill.stopwatch import PARTS
+
+
+@dataclass
+class Prefill:
+    """One way to read a prompt of some length.
+
+    Attributes:
+        model: The shape or checkpoint.
+        random_weights: Whether its weights were drawn: then it is a stress test, and says nothing about quality.
+        layers: How many layers it was run with.
+        all_layers: How many the model has.
+        tokens: Of the prompt.
+        method: ``dense``, or the selector's name.
+        topk: Keys that a list has, 0 for dense.
+        block: Queries that share a list, 0 for dense.
+        dtype: Of weights and activations.
+        threads: CPU threads.
+        keep_memory: Whether freed memory stayed with the process (`allocator`).
+        seconds: Time to first token, every repetition.
+        parts: Seconds of each part, of the repetition next to the median.
+        extra_bytes: What a pass added to its process at its peak.
+        machine: Device, versions and commit.
+        date: When, in UTC.
+    """
+
+    model: str
+    random_weights: bool
+    layers: int
+    all_layers: int
+    tokens: int
+    method: str
+    topk: int
+    block: int
+    dtype: str
+    threads: int
+    keep_memory: bool = True
+    seconds: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    extra_bytes: int | None = None
+    machine: dict[str, str] = field(default_factory=dict)
+    date: str = ""
+
+    @property
+    def median(self) -> float:
+        """Seconds, the median of the repetitions."""
+        return statistics.median(self.seconds)
+
+    @property
+    def title(self) -> str:
+        """The model, and what was done to it."""
+        layers = "" if self.layers == self.all_layers else f", {self.layers} of {self.all_layers} layers"
+        drawn = ", random weights (a stress test)" if self.random_weights else ""
+        handed_back = "" if self.keep_memory else ", freed memory handed back"
+        return f"{Path(self.model).name}{drawn}{layers}{handed_back}"
+
+    @property
+    def name(self) -> str:
+        """The method and its budget."""
+        return self.method if self.method == "dense" else f"{self.method}, {self.topk:,} keys a block of {self.block}"
+
+
+def append(path: Path, record: Prefill) -> None:
+    """Adds a line, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(record)) + "\n")
+
+
+def read(path: Path) -> list[Prefill]:
+    """All records, in the order of the file; of two for the same model, length and method the later one."""
+    records = (Prefill(**json.loads(line)) for line in path.read_text().splitlines())
+    return list({(r.title, r.tokens, r.name, r.threads): r for r in records}.values())
+
+
+def table(records: list[Prefill]) -> list[tuple[str, ...]]:
+    """Rows for people: tokens, method, time to first token, times dense's, the parts, memory added."""
+    rows = []
+    for r in records:
+        dense = [d for d in records if d.method == "dense" and (d.title, d.tokens) == (r.title, r.tokens)]
+        ratio = f"{dense[0].median / r.median:.2f}" if dense and r.method != "dense" else ""
+        added = "" if r.extra_bytes is None else f"{r.extra_bytes / 1e6:,.0f}"
+        parts = (f"{r.parts.get(part, 0.0):.2f}" for part in PARTS)
+        rows.append((f"{r.tokens:,}", r.name, f"{r.median:.2f}", ratio, *parts, added))
+    return rows
+
+
+COLUMNS = ("tokens", "method", "seconds", "faster", *PARTS, "MB added")
+"""Of `table`. All times are seconds; ``faster`` is dense's time over this one's."""

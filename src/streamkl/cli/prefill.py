@@ -1,0 +1,68 @@
+"""``streamkl bench prefill``: measures, prints a table, draws a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+def run(
+    console: Console,
+    tokens: list[int],
+    options: dict[str, Any],
+    threads: int,
+    memory: bool,
+    output: Path,
+    picture: Path | None,
+) -> str | int:
+    """Measures each length; returns what to exit with."""
+    import torch
+
+    try:
+        from streamkl.bench.gate import RedGateError
+        from streamkl.bench.prefill import records
+        from streamkl.bench.prefill.run import SELECTORS, Job
+        from streamkl.bench.prefill.run import run as measure
+    except ImportError as error:
+        return f"a prefill runs through transformers: pip install 'streamkl[hf]' ({error})"
+    if options["selector"] not in SELECTORS:
+        return f"--selector is one of {', '.join(SELECTORS)}, not {options['selector']!r}"
+    for length in tokens:
+        job = Job(tokens=length, threads=threads or torch.get_num_threads(), **options)
+        try:
+            with console.status(f"{length:,} tokens: dense and {job.selector} take {job.rounds} turns each ..."):
+                found = list(measure(job, memory))
+        except RedGateError as error:
+            console.print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
+            return 1
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        for record in found:
+            records.append(output, record)
+        _show(console, found)
+    console.print(f"Results are in {output}.", highlight=False)
+    if picture is not None:
+        try:
+            from streamkl.bench.prefill import plots
+        except ImportError:
+            return "pictures need matplotlib: pip install 'streamkl[bench]'"
+        plots.draw(records.read(output), picture)
+        console.print(str(picture), highlight=False)
+    return 0
+
+
+def _show(console: Console, found: list[Any]) -> None:
+    from streamkl.bench.prefill import records
+
+    facts = found[0].machine
+    console.print(f"{found[0].title}; {facts['device']}, torch {facts['torch']}, {found[0].dtype}", highlight=False)
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for n, column in enumerate(records.COLUMNS):
+        table.add_column(column, justify="left" if n == 1 else "right", no_wrap=True)
+    for row in records.table(found):
+        table.add_row(*row)
+    console.print(table)
