@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EVALUATION = tuple(f"streamkl.evaluation.{name}" for name in ("layers", "run", "subject"))
 NEEDS = {
     "triton": ("streamkl.engines.triton.", "streamkl.cli.kernels"),
-    "transformers": ("streamkl.integrations.transformers", *EVALUATION),
+    "transformers": ("streamkl.integrations.transformers", "streamkl.bench.prefill", *EVALUATION),
     "lm_eval": ("streamkl.evaluation.harness",),
     "matplotlib": ("streamkl.bench.plots", "streamkl.evaluation.plots"),
 }
