@@ -76,6 +76,19 @@ STREAMKL_INLINE bool any(Ints mask) {
 #endif
 }
 
+// The sum of all lanes, always in one order.
+STREAMKL_INLINE float sum(Lanes x) {
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int l = 0; l < half; l++) x[l] += x[l + half];
+  return x[0];
+}
+
+STREAMKL_INLINE float largest(Lanes x) {
+  float top = x[0];
+  for (int l = 1; l < kLanes; l++) top = x[l] > top ? x[l] : top;
+  return top;
+}
+
 // How exponentials are made. Products of bfloat16 and float16 err by far more than kFast does.
 enum class Precision { kFast, kExact };
 
@@ -182,12 +195,14 @@ STREAMKL_INLINE Words paired(Shorts even, Shorts odd) {
   return __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
 }
 
-// to[c][r] = from[r][c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns.
+// to[c][r] = from[r][c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns. Of fewer rows or columns,
+// which cost less, the others are 0 or left out.
+template <int rows = 16, int columns = 16>
 STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void* to, int64_t to_bytes) {
   constexpr Words low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
   Words x[16], y[16];
 #pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) x[r] = load<Words>(static_cast<const char*>(from) + r * from_bytes);
+  for (int r = 0; r < 16; r++) x[r] = r < rows ? load<Words>(static_cast<const char*>(from) + r * from_bytes) : Words{};
 #pragma GCC unroll 4
   for (int stage = 0; stage < 4; stage++) {
 #pragma GCC unroll 8
@@ -199,7 +214,7 @@ STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void*
     for (int r = 0; r < 16; r++) x[r] = y[r];
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) store(static_cast<char*>(to) + r * to_bytes, x[r]);
+  for (int r = 0; r < columns; r++) store(static_cast<char*>(to) + r * to_bytes, x[r]);
 }
 
 }  // namespace streamkl::cpu
