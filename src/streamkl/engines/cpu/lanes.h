@@ -25,6 +25,7 @@ using Lanes = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 using Words = uint32_t __attribute__((vector_size(64)));
 using Shorts = uint16_t __attribute__((vector_size(32)));
+using WideShorts = uint16_t __attribute__((vector_size(64)));
 
 template <typename To, typename From>
 STREAMKL_INLINE To bits_of(const From& x) {
@@ -193,6 +194,14 @@ STREAMKL_INLINE Lanes widened(Shorts x) {
 // Pairs as matrix engines want them: the even ones in the low halves.
 STREAMKL_INLINE Words paired(Shorts even, Shorts odd) {
   return __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
+}
+
+// The same of 32 numbers each, written side by side.
+STREAMKL_INLINE void store_paired(void* to, WideShorts even, WideShorts odd) {
+  constexpr WideShorts low{0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                           8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47}, high = low + 16;
+  store(static_cast<char*>(to), __builtin_shuffle(even, odd, low));
+  store(static_cast<char*>(to) + 64, __builtin_shuffle(even, odd, high));
 }
 
 // to[c][r] = from[r][c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns. Of fewer rows or columns,

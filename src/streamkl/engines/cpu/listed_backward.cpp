@@ -112,10 +112,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
           if (wanted) side.begin_gradient();
         }
         each_piece(named.count(i), [&](int64_t j, int64_t keys) {
-          for (const auto& [side, gradients, x, wanted] : sides) {
-            side.take_keys(block.seq.batch, block.seq.k_start, named.of(i) + j, keys);
-            side.product(x);
-          }
+          for (const auto& [side, gradients, x, wanted] : sides) side.product(block.seq.k_start, named.of(i) + j, keys, x);
           for (int64_t head = first; head < last; head++) {
             float *xa_h = xa.data() + (head - first) * kListed, *xb_h = xb.data() + (head - first) * kListed;
             if (weight(head, i) == 0.0f) {

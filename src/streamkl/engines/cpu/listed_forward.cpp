@@ -60,16 +60,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> listed_paired_rows(
     return [&, a = listed_side_of(a_q, a_k, a_scale, a_relu), b = listed_side_of(b_q, b_k, b_scale, b_relu),
             named = NamedKeys(lists, window), state = std::vector<PairedState>(together), xa = Buffer<float>(listed_size(together)),
             xb = Buffer<float>(listed_size(together))](const Block& block, int64_t run) mutable {
-      const int64_t first = run * together, batch = block.seq.batch;
+      const int64_t first = run * together;
       named.take(block, lists.list_of(first, heads));
       for (int64_t i = 0; i < block.rows(); i++) {
         if (named.count(i) == 0) continue;
-        for (ListedSide* side : {a.get(), b.get()}) side->take_row(batch, block.first_row() + i, first, first + together, false);
+        for (ListedSide* side : {a.get(), b.get()}) side->take_row(block.seq.batch, block.first_row() + i, first, first + together, false);
         std::fill(state.begin(), state.end(), PairedState());
         each_piece(named.count(i), [&](int64_t j, int64_t keys) {
-          for (ListedSide* side : {a.get(), b.get()}) side->take_keys(batch, block.seq.k_start, named.of(i) + j, keys);
-          a->product(xa.data());
-          b->product(xb.data());
+          a->product(block.seq.k_start, named.of(i) + j, keys, xa.data());
+          b->product(block.seq.k_start, named.of(i) + j, keys, xb.data());
           for (int64_t n = 0; n < together; n++)
             (state[n].*update)(xa.data() + n * kListed, xb.data() + n * kListed, kLanes, dealt(keys), a_scale, b_scale);
         });

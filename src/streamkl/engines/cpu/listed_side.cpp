@@ -6,6 +6,9 @@
 namespace streamkl::cpu {
 namespace {
 
+constexpr int64_t kGathered = 1 << 13;  // bytes of keys that are gathered and multiplied at once: they stay in the first cache
+constexpr int64_t kFew = 4;             // heads whose gradients of keys are added up without a product
+
 // Turns rows of sixteen lanes into columns or back, as many of the rows or columns as there are.
 template <bool to_lanes, int most>
 void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
@@ -31,8 +34,8 @@ class TypedListedSide final : public ListedSide {
   // Heads [first, last) of the row, which share a key head.
   struct Group {
     int64_t first, last, kv;
-    Buffer<P> columns, pairs, keys;
-    Buffer<float> dq;
+    Buffer<P> columns, pairs, key_pairs;
+    Buffer<float> q, dq;
     int64_t heads() const { return last - first; }
     int64_t padded() const { return round_up(heads(), kLanes); }
   };
@@ -40,10 +43,14 @@ class TypedListedSide final : public ListedSide {
  public:
   TypedListedSide(const Tensor& q, const Tensor& k, double scale, bool relu)
       : ListedSide(q.size(1), k.size(1), scale, relu), pack_(q.size(3)), q_(q.const_data_ptr<T>()), k_(k.const_data_ptr<T>()),
-        q_strides_(q), k_strides_(k) {}
+        q_strides_(q), k_strides_(k),
+        chunk_(std::clamp<int64_t>(kGathered / (pack_.width * sizeof(P)) / kLanes * kLanes, kLanes, kListed)),
+        gathered_(chunk_ * pack_.width) {}
 
   void take_row(int64_t batch, int64_t row, int64_t first, int64_t last, bool for_gradient) override {
+    batch_ = batch;
     first_ = first;
+    for_gradient_ = for_gradient;
     groups_ = 0;
     for (int64_t head = first; head < last; head = end_of_group(head)) {
       if (groups_ == static_cast<int64_t>(group_.size())) group_.emplace_back();
@@ -55,29 +62,33 @@ class TypedListedSide final : public ListedSide {
       const T* from = q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token;
       pack_.copy(from, q_strides_.head, q_strides_.dim, group.heads(), group.padded(), staged);
       pack_.transpose(staged, pack_.width, group.padded(), group.columns.reserve(pack_.width * group.padded()), group.padded());
-      if (for_gradient) pack_.pairs(staged, round_up(group.heads(), kPair), group.pairs.reserve(group.padded() * pack_.pairs_stride()));
+      if (!for_gradient) continue;
+      if (group.heads() > kFew) {
+        pack_.pairs(staged, round_up(group.heads(), kPair), group.pairs.reserve(group.padded() * pack_.pairs_stride()));
+      } else {
+        float* q = group.q.reserve(kFew * pack_.padded_dim);
+        for (int64_t h = 0; h < group.heads(); h++) pack_.floats(staged + h * pack_.width, q + h * pack_.padded_dim);
+      }
     }
   }
 
-  void take_keys(int64_t batch, int64_t start, const int64_t* keys, int64_t count) override {
+  void product(int64_t start, const int64_t* keys, int64_t count, float* x) override {
     start_ = start;
     named_ = keys;
     count_ = count;
     for (int64_t n = 0; n < groups_; n++) {
-      const T* from = k_ + batch * k_strides_.batch + group_[n].kv * k_strides_.head + start * k_strides_.token;
-      P* to = group_[n].keys.reserve(kListed * pack_.width);
-      for (int64_t j = 0; j < count; j++) pack_.copy_row(from + keys[j] * k_strides_.token, k_strides_.dim, to + j * pack_.width);
-      std::fill_n(to + count * pack_.width, (padded() - count) * pack_.width, P(0.0f));
-    }
-  }
-
-  void product(float* x) override {
-    for (int64_t n = 0; n < groups_; n++) {
-      const Group& group = group_[n];
-      const float* heads = scores(group);
-      for (int64_t j = 0; j < padded(); j += kLanes)
-        for (int64_t h = 0; h < group.heads(); h += kLanes)
-          turn<true>(group.heads() - h, heads + j * group.padded() + h, group.padded(), x + (group.first - first_ + h) * kListed + j, kListed);
+      Group& group = group_[n];
+      const T* from = k_ + batch_ * k_strides_.batch + group.kv * k_strides_.head + start * k_strides_.token;
+      P* pairs = for_gradient_ ? group.key_pairs.reserve(kListed * pack_.pairs_stride()) : nullptr;
+      for (int64_t j = 0; j < count; j += chunk_) {
+        const int64_t live = std::min(chunk_, count - j), padded = round_up(live, kLanes);
+        gather(from, keys + j, live);
+        if (for_gradient_) pack_.pairs(gathered_.data(), padded, pairs + j * pack_.pairs_stride());
+        multiply(group, padded);
+        for (int64_t n = 0; n < padded; n += kLanes)
+          for (int64_t h = 0; h < group.heads(); h += kLanes)
+            turn<true>(group.heads() - h, scores_.data() + n * group.padded() + h, group.padded(), x + (group.first - first_ + h) * kListed + j + n, kListed);
+      }
     }
   }
 
@@ -93,7 +104,14 @@ class TypedListedSide final : public ListedSide {
       Group& group = group_[n];
       const float* of_group = dx + (group.first - first_) * kListed;
       add_queries(group, of_group);
-      add_keys(group, of_group, dk + group.kv * dk_head_stride);
+      float* keys = dk + group.kv * dk_head_stride + start_ * pack_.padded_dim;
+      switch (group.heads()) {
+        case 1: add_few<1>(group, of_group, keys); break;
+        case 2: add_few<2>(group, of_group, keys); break;
+        case 3: add_few<3>(group, of_group, keys); break;
+        case 4: add_few<4>(group, of_group, keys); break;
+        default: add_many(group, of_group, keys);
+      }
     }
   }
 
@@ -110,29 +128,35 @@ class TypedListedSide final : public ListedSide {
  private:
   int64_t padded() const { return round_up(count_, kLanes); }
 
-  // [keys, heads], both padded.
-  const float* scores(const Group& group) {
+  // gathered_[keys, width], and zeros after the last one, up to whole lanes.
+  void gather(const T* from, const int64_t* keys, int64_t count) {
+    const Pack pack = pack_;  // in registers: what is stored might otherwise be it
+    const int64_t token = k_strides_.token, stride = k_strides_.dim;
+    P* to = gathered_.data();
+    for (int64_t j = 0; j < count; j++, to += pack.width) pack.copy_row(from + keys[j] * token, stride, to);
+    std::fill_n(to, (round_up(count, kLanes) - count) * pack.width, P(0.0f));
+  }
+
+  // scores_[keys, heads] of the gathered keys.
+  void multiply(const Group& group, int64_t keys) {
     const int64_t heads = group.padded(), most = product_piece(pack_.dim);
-    const auto multiply = [&](int64_t c, int64_t width, float* to) {
+    const auto piece = [&](int64_t c, int64_t width, float* to) {
       at::native::cpublas::brgemm(
-          padded(), heads, width, pack_.width, heads, heads, false, group.keys.data() + c, group.columns.data() + c * heads, to, kVnni);
+          keys, heads, width, pack_.width, heads, heads, false, gathered_.data() + c, group.columns.data() + c * heads, to, kVnni);
     };
-    float* x = scores_.reserve(kListed * heads);
-    multiply(0, kVnni ? pack_.inner : std::min(pack_.dim, most), x);
+    float* x = scores_.reserve(chunk_ * heads);
+    piece(0, kVnni ? pack_.inner : std::min(pack_.dim, most), x);
     if constexpr (!kVnni) {
       for (int64_t c = most; c < pack_.dim; c += most) {
-        float* piece = piece_.reserve(kListed * heads);
-        multiply(c, std::min(pack_.dim - c, most), piece);
-        for (int64_t n = 0; n < padded() * heads; n += kLanes) store(x + n, load(x + n) + load(piece + n));
+        float* more = piece_.reserve(chunk_ * heads);
+        piece(c, std::min(pack_.dim - c, most), more);
+        for (int64_t n = 0; n < keys * heads; n += kLanes) store(x + n, load(x + n) + load(more + n));
       }
     }
-    return x;
   }
 
   // dq[heads, dim] += dx[heads, keys] k[keys, dim].
   void add_queries(Group& group, const float* dx) {
-    P* keys = key_pairs_.reserve(kListed * pack_.pairs_stride());
-    pack_.pairs(group.keys.data(), padded(), keys);
     const P* left;
     if constexpr (kVnni) {
       P* rounded_dx = dx_.reserve(group.heads() * kListed);
@@ -143,32 +167,51 @@ class TypedListedSide final : public ListedSide {
       left = dx;
     }
     at::native::cpublas::brgemm(
-        group.heads(), pack_.padded_dim, padded(), kListed, pack_.pairs_stride(), pack_.padded_dim, true, left, keys, group.dq.data(), kVnni);
+        group.heads(), pack_.padded_dim, padded(), kListed, pack_.pairs_stride(), pack_.padded_dim, true, left, group.key_pairs.data(), group.dq.data(), kVnni);
   }
 
-  // dk[named keys, dim] += dx[heads, keys]^T q[heads, dim].
-  void add_keys(Group& group, const float* dx, float* dk) {
-    const int64_t heads = group.padded(), dim = pack_.padded_dim;
-    P* left = dx_columns_.reserve(kListed * heads);
-    for (int64_t j = 0; j < padded(); j += kLanes)
-      for (int64_t h = 0; h < group.heads(); h += kLanes) {
-        const int64_t live = group.heads() - h;
-        if constexpr (kVnni) {
-          alignas(64) float block[kLanes * kLanes];
-          turn<false>(live, dx + h * kListed + j, kListed, block, kLanes);
-          if (live < kLanes)  // what makes a pair of the last head
-            for (int64_t n = 0; n < kLanes; n++) block[n * kLanes + live] = 0.0f;
-          for (int64_t n = 0; n < kLanes; n++) store(left + (j + n) * heads + h, rounded(load(block + n * kLanes)));
-        } else {
-          turn<false>(live, dx + h * kListed + j, kListed, left + j * heads + h, heads);
-        }
-      }
-    float* sums = dk_.reserve(kListed * dim);
-    at::native::cpublas::brgemm(
-        padded(), dim, round_up(group.heads(), kPair), heads, pack_.pairs_stride(), dim, false, left, group.pairs.data(), sums, kVnni);
+  // dk[named keys, dim] += dx[heads, keys]^T q[heads, dim]: of few heads as it is written, of many by a product.
+  template <int heads>
+  void add_few(const Group& group, const float* dx, float* dk) const {
+    const int64_t dim = pack_.padded_dim;
+    const float* q = group.q.data();
     for (int64_t j = 0; j < count_; j++) {
-      float* to = dk + (start_ + named_[j]) * dim;
-      for (int64_t c = 0; c < dim; c += kLanes) store(to + c, load(to + c) + load(sums + j * dim + c));
+      float* to = dk + named_[j] * dim;
+      for (int64_t c = 0; c < dim; c += kLanes) {
+        Lanes sum = load(to + c);
+        for (int h = 0; h < heads; h++) sum = fma(splat(dx[h * kListed + j]), load(q + h * dim + c), sum);
+        store(to + c, sum);
+      }
+    }
+  }
+
+  void add_many(const Group& group, const float* dx, float* dk) {
+    const int64_t heads = group.padded(), dim = pack_.padded_dim;
+    P* left = dx_columns_.reserve(chunk_ * heads);
+    float* sums = dk_.reserve(chunk_ * dim);
+    for (int64_t j = 0; j < count_; j += chunk_) {
+      const int64_t live = std::min(chunk_, count_ - j), keys = round_up(live, kLanes);
+      for (int64_t n = 0; n < keys; n += kLanes)
+        for (int64_t h = 0; h < group.heads(); h += kLanes) turn_gradient(group.heads() - h, dx + h * kListed + j + n, left + n * heads + h, heads);
+      at::native::cpublas::brgemm(
+          keys, dim, round_up(group.heads(), kPair), heads, pack_.pairs_stride(), dim, false, left, group.pairs.data(), sums, kVnni);
+      for (int64_t n = 0; n < live; n++) {
+        float* to = dk + named_[j + n] * dim;
+        for (int64_t c = 0; c < dim; c += kLanes) store(to + c, load(to + c) + load(sums + n * dim + c));
+      }
+    }
+  }
+
+  // to[key, head] = dx[head, key] for sixteen keys and as many heads at most.
+  static void turn_gradient(int64_t live, const float* dx, P* to, int64_t stride) {
+    if constexpr (kVnni) {
+      alignas(64) float block[kLanes * kLanes];
+      turn<false>(live, dx, kListed, block, kLanes);
+      if (live < kLanes)  // what makes a pair of the last head
+        for (int64_t n = 0; n < kLanes; n++) block[n * kLanes + live] = 0.0f;
+      for (int64_t n = 0; n < kLanes; n++) store(to + n * stride, rounded(load(block + n * kLanes)));
+    } else {
+      turn<false>(live, dx, kListed, to, stride);
     }
   }
 
@@ -176,10 +219,12 @@ class TypedListedSide final : public ListedSide {
   const T* q_;
   const T* k_;
   const Strides q_strides_, k_strides_;
-  int64_t first_ = 0, groups_ = 0, start_ = 0, count_ = 0;
+  const int64_t chunk_;
+  int64_t batch_ = 0, first_ = 0, groups_ = 0, start_ = 0, count_ = 0;
+  bool for_gradient_ = false;
   const int64_t* named_ = nullptr;
   std::vector<Group> group_;
-  Buffer<P> staged_, key_pairs_, dx_, dx_columns_;
+  Buffer<P> gathered_, staged_, dx_, dx_columns_;
   Buffer<float> scores_, piece_, dk_;
 };
 

@@ -15,15 +15,13 @@ class ListedSide {
 
   // Takes heads [first, last) of a row.
   virtual void take_row(int64_t batch, int64_t row, int64_t first, int64_t last, bool for_gradient) = 0;
-  // Gathers at most kListed keys for these heads, counted from the key start.
-  virtual void take_keys(int64_t batch, int64_t start, const int64_t* keys, int64_t count) = 0;
-  // x[head - first][kListed] = <k, q> before scale and relu; 0 after the last key, up to whole lanes. It has room for
-  // fifteen heads more than there are.
-  virtual void product(float* x) = 0;
+  // x[head - first][kListed] = <k, q> before scale and relu, for at most kListed keys, counted from the key start; 0 after the
+  // last one, up to whole lanes. x has room for fifteen heads more than there are.
+  virtual void product(int64_t start, const int64_t* keys, int64_t count, float* x) = 0;
 
-  // Gradients of the row: begin, then for all its keys add dx[head - first][kListed], which is 0 where x is said to be.
+  // Gradients of the row, if it was taken for them: begin, then after each product add dx, which is 0 where x is said to be.
   virtual void begin_gradient() = 0;
-  // dk[kv_head][start + key] += dx q, rows of floats of a padded width; dq += dx^T k is kept. Called once after product().
+  // dk[kv_head][start + key] += dx q, rows of floats of a padded width; dq += dx^T k is kept.
   virtual void add_gradient(const float* dx, float* dk, int64_t dk_head_stride) = 0;
   // Writes dq[dim] of a head, in the tensors' dtype or as floats.
   virtual void end_gradient(int64_t head, void* dq, bool as_floats) = 0;

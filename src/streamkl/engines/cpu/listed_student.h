@@ -36,8 +36,7 @@ class ListedStudent {
   }
   // x[distribution - first][kListed] for the keys, which are counted from the sequence's first.
   float* product(const Block& block, const int64_t* keys, int64_t count) {
-    side_->take_keys(block.seq.batch, block.seq.k_start, keys, count);
-    side_->product(x_.data());
+    side_->product(block.seq.k_start, keys, count, x_.data());
     if (!summed_) return x_.data();
     side_->relu ? add_heads<true>(count) : add_heads<false>(count);
     return sum_.data();

@@ -28,8 +28,7 @@ class ListedTarget {
           ln_l_[head - first] = ln_l.at(block, head)[i];
         }
         each_piece(named.count(i), [&](int64_t j, int64_t keys) {
-          a_->take_keys(block.seq.batch, block.seq.k_start, named.of(i) + j, keys);
-          a_->product(x_.data());
+          a_->product(block.seq.k_start, named.of(i) + j, keys, x_.data());
           (this->*add_)(p + i * named.stride() + j, keys, last - first, first == begin, last == end ? group_ : 1);
         });
       }

@@ -7,7 +7,7 @@
 
 namespace streamkl::cpu {
 
-constexpr int64_t kListed = 256;      // named keys that are gathered at once
+constexpr int64_t kListed = 256;      // named keys of a row that are worked on at once
 constexpr int64_t kNamed = 1 << 15;   // named keys of the rows that are taken together, about
 
 // lists [B, lists, Nq, K], of int32 or int64 and any strides: there is one for each run of consecutive heads.

@@ -59,15 +59,23 @@ struct Packing {
         transpose_words(from + i * stride + c, stride * sizeof(P), to + c * to_stride + i * kPair, to_stride * 4);
   }
 
-  // Copied rows as a right operand whose rows they are, and what is not finite as 0.
+  // Copied rows as a right operand whose rows they are, and what is not finite as 0. A row has room up to the stride.
   void pairs(const P* from, int64_t rows, P* to) const {
     for (int64_t i = 0; i < rows; i += kPair)
-      for (int64_t c = 0; c < padded_dim; c += kLanes) {
+      for (int64_t c = 0; c < padded_dim; c += kLanes * kPair) {
         const P* at = from + i * width + c;
         P* pair = to + i * pairs_stride() + c * kPair;
-        if constexpr (kVnni) store(pair, paired(finite(load<Shorts>(at)), finite(load<Shorts>(at + width))));
+        if constexpr (kVnni) store_paired(pair, finite(load<WideShorts>(at)), finite(load<WideShorts>(at + width)));
         else store(pair, finite(load<Words>(at)));
       }
+  }
+
+  // A copied row in floats, padded_dim of them, and what is not finite as 0.
+  void floats(const P* from, float* to) const {
+    for (int64_t c = 0; c < padded_dim; c += kLanes) {
+      if constexpr (kVnni) store(to + c, widened<P>(finite(load<Shorts>(from + c))));
+      else store(to + c, finite(load<Words>(from + c)));
+    }
   }
 
   // What is not finite would make nan of masked pairs in a gradient's product; where it counts, dx is nan.
