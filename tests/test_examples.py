@@ -17,17 +17,25 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def python_blocks() -> list:
     """Each page's ``python`` blocks, joined: a page reads from top to bottom."""
-    blocks = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
+    pages = [page for page in PAGES if page.name != "transformers.md" or installed("transformers")]
+    blocks = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages}
     return [pytest.param("\n".join(code), id=page.name) for page, code in blocks.items() if code]
 
 
 def modules() -> list[str]:
     names = (name for _, name, _ in pkgutil.walk_packages(streamkl.__path__, "streamkl."))
-    needs_triton = ("streamkl.engines.triton.", "streamkl.cli.kernels")
-    has_triton = importlib.util.find_spec("triton") is not None
-    return [n for n in names if not n.endswith("__main__") and (has_triton or not n.startswith(needs_triton))]
+    needs = {
+        "triton": ("streamkl.engines.triton.", "streamkl.cli.kernels"),
+        "transformers": ("streamkl.integrations.", "streamkl.testing.smollm2"),
+    }
+    missing = tuple(prefix for package, prefixes in needs.items() if not installed(package) for prefix in prefixes)
+    return [n for n in names if not n.endswith("__main__") and not n.startswith(missing)]
 
 
 @pytest.mark.parametrize("code", python_blocks())
