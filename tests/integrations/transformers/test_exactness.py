@@ -1,8 +1,10 @@
 """With enough keys sparse is dense, and padded, packed, cached and chunked calls are the plain call, on each family."""
 
+import copy
+
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 import streamkl.integrations.transformers as skl
 from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, WindowSelector
@@ -131,3 +133,23 @@ def test_smollm2_sparse_with_enough_keys_is_dense_in_every_kind_of_call(smol, sa
     cache = DynamicCache(config=model.config)
     chunks = [model(chunk, past_key_values=cache).logits for chunk in rows[1][None].split(8, 1)]
     same_to_rounding(torch.cat(chunks, 1)[0], dense[1], exact)
+
+
+@torch.no_grad()
+def test_the_text_model_under_a_vision_model_is_sparse_and_images_are_seen(same_to_rounding) -> None:
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+        "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = tiny_model("qwen3_5").config.to_dict()
+    config = Qwen3_5Config(text_config=text, vision_config=vision, image_token_id=60, vision_start_token_id=58)
+    model = Qwen3_5ForConditionalGeneration(config).eval()
+    ids = tokens(1, TOKENS).clamp(max=50)
+    ids[0, 3], ids[0, 4:8] = 58, 60
+    image = {"pixel_values": torch.randn(16, 48), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == 60).int(), **image}
+    dense, exact = model(**inputs).logits, copy.deepcopy(model).double()(**inputs).logits
+    assert sorted(skl.sparsify(model, OracleSelector(TOKENS, BLOCK)).layers) == [1, 2]
+    same_to_rounding(model(**inputs).logits, dense, exact)
+    skl.sparsify(model, OracleSelector(4, BLOCK))
+    assert (model(**inputs).logits - dense).abs().max() > 0.01

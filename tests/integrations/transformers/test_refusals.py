@@ -65,6 +65,23 @@ def test_attention_that_is_not_causal_is_refused() -> None:
         model(tokens(2, 9), attention_mask=mask)
 
 
+def test_images_that_see_what_comes_after_are_refused() -> None:
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 4,
+    }  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=tiny_model("gemma3").config.to_dict(), vision_config=vision, mm_tokens_per_image=4,
+        image_token_index=60,
+    )  # fmt: skip
+    model, ids = transformers.Gemma3ForConditionalGeneration(config).eval(), tokens(1, 16).clamp(max=50)
+    skl.sparsify(model, SELECTOR)
+    model(input_ids=ids)
+    ids[0, 4:8] = 60
+    with pytest.raises(ValueError, match="this model's mask has a query that sees a key after it"):
+        model(input_ids=ids, pixel_values=torch.randn(1, 3, 16, 16), token_type_ids=(ids == 60).long())
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
 def test_a_name_without_a_selector_is_refused(family) -> None:
     model = tiny_model(family)

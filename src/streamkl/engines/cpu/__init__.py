@@ -2,13 +2,16 @@
 
 ``lanes.h`` has sixteen floats and their arithmetic, ``tile.cpp`` a tile's products and packing, ``rows.h`` masks and
 row states, ``forward.cpp`` and ``backward.cpp`` the sweeps with the names of ``tiled.py``, over the teachers of
-``target.h`` and the students of ``student.h``; ``build.py`` compiles and caches them. Products are bfloat16 where the
-inputs are and the CPU has them, and float32 elsewhere; everything after them is float32.
+``target.h`` and the students of ``student.h``; the files called ``listed`` have the same for rows that name their keys.
+``build.py`` compiles and caches them. Products are bfloat16 where the inputs are and the CPU has them, and float32
+elsewhere; everything after them is float32.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +30,6 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
         return f"runs on CPUs, not on {device.type}"
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
-    if problem is not None and problem.support.topk is not None:
-        return "does not take topk_indices"
     return _unavailable()
 
 
@@ -55,21 +56,22 @@ def logsumexp(
     support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]``; ``(-inf, 0)`` where a row sees no key."""
-    return torch.ops.streamkl_cpu.logsumexp(
-        q, k, _weights(side, q, w), _table(support), side.scale, side.relu, *_window(support)
+    return _operator("logsumexp", support)(
+        q, k, _weights(side, q, w), *_keys(support), side.scale, side.relu, *_window(support)
     )
 
 
 def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
     """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its normalisers."""
-    kl, mean, *norm = torch.ops.streamkl_cpu.paired_rows(*inputs[:4], _table(problem.support), *_numbers(problem))
+    paired = _operator("paired_rows", problem.support)
+    kl, mean, *norm = paired(*inputs[:4], *_keys(problem.support), *_numbers(problem))
     return kl, mean, Normalisers(*norm)
 
 
 def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
     rows = (m_a.contiguous(), ln_l_a.contiguous())
-    return torch.ops.streamkl_cpu.mixture_rows(*_tensors(problem, inputs), *rows, *_numbers(problem))
+    return _operator("mixture_rows", problem.support)(*_tensors(problem, inputs), *rows, *_numbers(problem))
 
 
 def backward(
@@ -84,7 +86,8 @@ def backward(
     """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one sweep for dQ and dK."""
     unread = norm.m_b if mean is None else mean
     rows = (x.contiguous() for x in (*norm, unread, row_grad.float()))
-    gradients = torch.ops.streamkl_cpu.backward(*_tensors(problem, inputs), *rows, *_numbers(problem), want_a, want_b)
+    sweep = _operator("backward", problem.support)
+    gradients = sweep(*_tensors(problem, inputs), *rows, *_numbers(problem), want_a, want_b)
     wanted = (want_a, want_a, want_b, want_b, want_b and inputs.b_w is not None)
     return Gradients(
         *(
@@ -97,7 +100,8 @@ def backward(
 def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
     """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
     rows = (x.contiguous() for x in (*norm, weight))
-    loss, dq, dk, dw, mass = torch.ops.streamkl_cpu.train(*_tensors(problem, inputs), *rows, *_numbers(problem))
+    sweep = _operator("train", problem.support)
+    loss, dq, dk, dw, mass = sweep(*_tensors(problem, inputs), *rows, *_numbers(problem))
     return loss, Gradients(None, None, dq, dk.contiguous(), None if inputs.b_w is None else dw), mass
 
 
@@ -134,7 +138,7 @@ def sparse_attention(
 
 def _tensors(problem: Problem, inputs: Inputs) -> tuple[Tensor | None, ...]:
     """The tensors of a mixture as its operators take them."""
-    return *inputs[:4], _weights(problem.b, inputs.b_q, inputs.b_w), _table(problem.support)
+    return *inputs[:4], _weights(problem.b, inputs.b_q, inputs.b_w), *_keys(problem.support)
 
 
 def _weights(side: Side, q: Tensor, w: Tensor | None) -> Tensor | None:
@@ -144,9 +148,15 @@ def _weights(side: Side, q: Tensor, w: Tensor | None) -> Tensor | None:
     return q.new_ones(q.shape[:3], dtype=torch.float32) if side.summed and side.heads > 1 else None
 
 
-def _table(support: Support) -> Tensor:
-    """The sequences as ``[sequences, 6]``, in the order of their fields."""
-    return torch.tensor(list(support.sequences()), dtype=torch.int64).reshape(-1, 6)
+def _operator(name: str, support: Support) -> Callable[..., Any]:
+    """The operator of a name, or the one for rows that name their keys."""
+    return getattr(torch.ops.streamkl_cpu, name if support.topk is None else f"listed_{name}")
+
+
+def _keys(support: Support) -> tuple[Tensor, ...]:
+    """The sequences as ``[sequences, 6]``, in the order of their fields, and the lists of keys if there are any."""
+    table = torch.tensor(list(support.sequences()), dtype=torch.int64).reshape(-1, 6)
+    return (table,) if support.topk is None else (table, support.topk)
 
 
 def _list_table(support: Support, block: int) -> Tensor:

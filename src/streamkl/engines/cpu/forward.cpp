@@ -1,5 +1,6 @@
 // The forward sweeps of tiled.py over the tiles of tile.h.
 #include "kernels.h"
+#include "outputs.h"
 #include "student.h"
 #include "target.h"
 
@@ -12,11 +13,10 @@ std::tuple<Tensor, Tensor> logsumexp(
   const int64_t heads = Student::distributions(q, weights);
   const Student like(q, k, weights, scale, relu);
   const bool quick = fast(q, q, like.scale(), like.scale());
-  auto m = rows_like(q, heads, -kInf), ln_l = rows_like(q, heads, 0.0f);
+  const LogSumExpRows out(q, heads, precision_of(quick), like.scale());
   const auto update = dispatch(quick, false, like.relu(), [](auto precision, auto, auto with_relu) {
     return &LogSumExp::update<precision(), with_relu()>;
   });
-  const float value = natural_value(precision_of(quick), like.scale());
   each_block(table, window, rows_at_once(like.bytes_of_row(false)), heads, quick, [&] {
     return [&, side = Student(q, k, weights, scale, relu), x = Buffer<float>(kBlockK * kStrip)](const Block& block, int64_t head) mutable {
       LogSumExp state[kBlockQ / kLanes];
@@ -30,11 +30,10 @@ std::tuple<Tensor, Tensor> logsumexp(
           });
         });
       });
-      for (int64_t i = 0; i < block.rows(); i++)
-        write(value * state[i / kLanes].m[i % kLanes], state[i / kLanes].l[i % kLanes], m, ln_l, block, head, i);
+      for (int64_t i = 0; i < block.rows(); i++) out.write(state[i / kLanes], i % kLanes, block, head, i);
     };
   });
-  return {m, ln_l};
+  return {out.m, out.ln_l};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
@@ -43,14 +42,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
   const Window window{left, right};
   const int64_t heads = b_q.size(1);
   const bool quick = fast(a_q, b_q, a_scale, b_scale);
-  auto kl = rows_like(b_q, heads, 0.0f), mean = rows_like(b_q, heads, 0.0f);
-  auto m_a = rows_like(b_q, heads, -kInf), ln_l_a = rows_like(b_q, heads, 0.0f);
-  auto m_b = rows_like(b_q, heads, -kInf), ln_l_b = rows_like(b_q, heads, 0.0f);
+  const PairedRows out(b_q, heads, precision_of(quick), a_scale, b_scale);
   const auto update = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
     return &PairedState::update<precision(), relu_a(), relu_b()>;
   });
-  const float value_a = natural_value(precision_of(quick), a_scale), value_b = natural_value(precision_of(quick), b_scale);
-  const float difference = natural_difference(precision_of(quick));
   each_block(table, window, kBlockQ, heads, quick, [&] {
     return [&, a = side_of(a_q, a_k, a_scale, a_relu), b = side_of(b_q, b_k, b_scale, b_relu),
             xa = Buffer<float>(kBlockK * kStrip), xb = Buffer<float>(kBlockK * kStrip)](const Block& block, int64_t r) {
@@ -69,18 +64,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
           });
         });
       });
-      for (int64_t i = 0; i < block.rows(); i++) {
-        const PairedState& rows = state[i / kLanes];
-        const int64_t l = i % kLanes;
-        const float mu = difference * rows.acc[l] / rows.l_a[l];
-        Rows(mean).at(block, r)[i] = mu;
-        Rows(kl).at(block, r)[i] = mu + std::log(rows.l_b[l] / rows.l_a[l]);
-        write(value_a * rows.m_a[l], rows.l_a[l], m_a, ln_l_a, block, r, i);
-        write(value_b * rows.m_b[l], rows.l_b[l], m_b, ln_l_b, block, r, i);
-      }
+      for (int64_t i = 0; i < block.rows(); i++) out.write(state[i / kLanes], i % kLanes, block, r, i);
     };
   });
-  return {kl, mean, m_a, ln_l_a, m_b, ln_l_b};
+  return {out.kl, out.mean, out.m_a, out.ln_l_a, out.m_b, out.ln_l_b};
 }
 
 std::tuple<Tensor, Tensor, Tensor> mixture_rows(
@@ -90,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor> mixture_rows(
   const int64_t heads = Student::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const Student like(b_q, b_k, b_w, b_scale, b_relu);
   const bool quick = fast(a_q, b_q, a_scale, like.scale());
-  auto kl = rows_like(b_q, heads, 0.0f), m_b = rows_like(b_q, heads, -kInf), ln_l_b = rows_like(b_q, heads, 0.0f);
+  const MixtureRows out(b_q, heads);
   const auto update = dispatch(quick, false, like.relu(), [](auto precision, auto, auto relu) {
     return &MixtureState::update<precision(), relu()>;
   });
@@ -112,16 +99,10 @@ std::tuple<Tensor, Tensor, Tensor> mixture_rows(
           });
         });
       });
-      for (int64_t i = 0; i < block.rows(); i++) {
-        const MixtureState& row = state[i / kLanes];
-        const int64_t l = i % kLanes;
-        const float divergence = row.s[l] == 0.0f ? 0.0f : row.acc[l] / row.s[l] + std::log(row.l_b[l] / row.s[l]);
-        Rows(kl).at(block, r)[i] = row.m_b[l] == -kInf ? NAN : divergence;
-        write(row.m_b[l], row.l_b[l], m_b, ln_l_b, block, r, i);
-      }
+      for (int64_t i = 0; i < block.rows(); i++) out.write(state[i / kLanes], i % kLanes, block, r, i);
     };
   });
-  return {kl, m_b, ln_l_b};
+  return {out.kl, out.m_b, out.ln_l_b};
 }
 
 }  // namespace streamkl::cpu

@@ -40,7 +40,7 @@ class Gathered {
       const P* even = row(tokens, j, count, 0);
       if constexpr (kVnni) {
         const P* odd = row(tokens, j + 1, count, 1);
-        for (int64_t c = 0; c < width; c += kLanes * 2) interleave(even + c, odd + c, to + j * stride + c * 2);
+        for (int64_t c = 0; c < width; c += kLanes * 2) store_paired(to + j * stride + c * 2, load<Pairs>(even + c), load<Pairs>(odd + c));
       } else {
         std::copy_n(even, width, to + j * stride);
       }
@@ -57,7 +57,7 @@ class Gathered {
       if (direct_) return from;
     }
     P* to = staged_.data() + place * width;
-    copy_row(from, strides_.dim, dim, to, width);
+    Packing<T, P>(dim).copy_row(from, strides_.dim, to);
     return to;
   }
 

@@ -49,4 +49,28 @@ Tensor sparse_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t block,
     double scale, int64_t left, int64_t right);
 
+// The same where rows name their keys, in lists [B, lists, Nq, K] as problem.py's Support has them.
+
+std::tuple<Tensor, Tensor> listed_logsumexp(
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, const Tensor& lists, double scale,
+    bool relu, int64_t left, int64_t right);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> listed_paired_rows(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, const Tensor& lists,
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+
+std::tuple<Tensor, Tensor, Tensor> listed_mixture_rows(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
+    const Tensor& table, const Tensor& lists, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
+    const Tensor& table, const Tensor& lists, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a, bool want_b);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_train(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
+    const Tensor& table, const Tensor& lists, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+
 }  // namespace streamkl::cpu

@@ -67,13 +67,14 @@ STREAMKL_INLINE Lanes max(Lanes a, Lanes b) {
 #endif
 }
 
+// The sum of all lanes, always in one order: halves onto halves.
 STREAMKL_INLINE float sum(Lanes x) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps((__m512)x);
 #else
-  float total = 0.0f;
-  for (int l = 0; l < kLanes; l++) total += x[l];
-  return total;
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int l = 0; l < half; l++) x[l] += x[l + half];
+  return x[0];
 #endif
 }
 
@@ -203,13 +204,22 @@ STREAMKL_INLINE Words paired(Shorts even, Shorts odd) {
   return __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
 }
 
-// to[c][r] = row(r)[c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns.
-template <typename Row>
+// The same of 32 numbers each, written side by side: to[2 c] = even[c], to[2 c + 1] = odd[c].
+STREAMKL_INLINE void store_paired(void* to, Pairs even, Pairs odd) {
+  constexpr Pairs low{0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47}, high = low + 16;
+  store(static_cast<char*>(to), __builtin_shuffle(even, odd, low));
+  store(static_cast<char*>(to) + sizeof(Pairs), __builtin_shuffle(even, odd, high));
+}
+
+// to[c][r] = row(r)[c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns. Of fewer rows or columns,
+// which cost less, the others are 0 or left out.
+template <int rows = 16, int columns = 16, typename Row>
 STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes) {
   constexpr Words low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
   Words x[16], y[16];
 #pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) x[r] = load<Words>(row(r));
+  for (int r = 0; r < 16; r++) x[r] = r < rows ? load<Words>(row(r)) : Words{};
 #pragma GCC unroll 4
   for (int stage = 0; stage < 4; stage++) {
 #pragma GCC unroll 8
@@ -221,20 +231,12 @@ STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes)
     for (int r = 0; r < 16; r++) x[r] = y[r];
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) store(static_cast<char*>(to) + r * to_bytes, x[r]);
+  for (int r = 0; r < columns; r++) store(static_cast<char*>(to) + r * to_bytes, x[r]);
 }
 
+template <int rows = 16, int columns = 16>
 STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void* to, int64_t to_bytes) {
-  transpose_words([&](int r) { return static_cast<const char*>(from) + r * from_bytes; }, to, to_bytes);
-}
-
-// to[2 c] = even[c], to[2 c + 1] = odd[c]: 32 numbers of two bytes each.
-STREAMKL_INLINE void interleave(const void* even, const void* odd, void* to) {
-  constexpr Pairs low{0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  constexpr Pairs high = low + 16;
-  const Pairs a = load<Pairs>(static_cast<const char*>(even)), b = load<Pairs>(static_cast<const char*>(odd));
-  store(static_cast<char*>(to), __builtin_shuffle(a, b, low));
-  store(static_cast<char*>(to) + sizeof(Pairs), __builtin_shuffle(a, b, high));
+  transpose_words<rows, columns>([&](int r) { return static_cast<const char*>(from) + r * from_bytes; }, to, to_bytes);
 }
 
 }  // namespace streamkl::cpu

@@ -1,6 +1,6 @@
 // The best keys of blocks of rows that share a list: scores tile by tile, their maximum over a block's rows, top-k.
 #include "kernels.h"
-#include "lists.h"
+#include "shared_lists.h"
 #include "student.h"
 #include "target.h"
 #include "topk.h"
@@ -137,7 +137,9 @@ class Selection {
 
   float* scores_at(int64_t list, const Tile& tile, int64_t j) const { return scores_.data() + list * stride_ + tile.j0 + j - low_; }
 
+  // What is nan has no score.
   STREAMKL_INLINE Lanes finished(Lanes top) const {
+    top = max(top, splat(-kInf));
     const Lanes score = source_.relu() ? max(top * scale_, Lanes{}) : top * scale_;
     return top == -kInf ? top : score;
   }

@@ -1,7 +1,7 @@
 // Attention over lists of keys that blocks of rows share: gathered once a block and key head, softmax online over tiles.
 #include "gathered.h"
 #include "kernels.h"
-#include "lists.h"
+#include "shared_lists.h"
 
 namespace streamkl::cpu {
 namespace {
@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kTile = 256;                 // listed keys of a tile
 constexpr int64_t kTileStride = kTile + kLanes;  // powers of two would share too few cache sets
 constexpr int64_t kTileStep = 64;              // keys are padded to whole steps, so that few shapes are multiplied
+constexpr int64_t kPiece = 128;                // keys whose values float products add up at once
 constexpr int64_t kRows = 32;                  // rows of a product of logits: they stay in the first cache
 
 // Rows of weights in a tile, lanes along the keys. Units are logits times log2 e for kFast.
@@ -146,7 +147,7 @@ class Attention {
       for (int64_t i = 0; i < shared.rows; i++, to += k_.width) {
         const T* from = q_ + shared.seq.batch * q_strides_.batch + (kv * group_ + n) * q_strides_.head +
             (shared.first_row() + i) * q_strides_.token;
-        copy_row(from, q_strides_.dim, k_.dim, to, k_.width);
+        Packing<T, P>(k_.dim).copy_row(from, q_strides_.dim, to);
       }
   }
 
@@ -170,7 +171,7 @@ class Attention {
       multiply(0, round_up(k_.dim, 2), x_.data());
     } else {
       // In pieces, float products err as little as a library's do.
-      const int64_t most = k_.dim > kPiece ? kPiece / 2 : kPiece;
+      const int64_t most = product_piece(k_.dim);
       multiply(0, std::min(k_.dim, most), x_.data());
       for (int64_t c = most; c < k_.dim; c += most) {
         float* piece = piece_.reserve(kRows * kTile);

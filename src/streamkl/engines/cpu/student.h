@@ -1,43 +1,13 @@
 // The distribution that is compared: of one head, or of several that are added up, each with its weight.
 #pragma once
 
-#include "sweep.h"
+#include "shares.h"
 
 #include <memory>
 #include <optional>
 #include <vector>
 
 namespace streamkl::cpu {
-
-// Gradients of one side: dQ whole, dK in floats once for each share of a unit's rows, its width padded.
-struct SideGradient {
-  Tensor q, k;
-  int64_t dim;
-  SideGradient(bool wanted, const Tensor& q_, const Tensor& k_, int64_t shares, bool floats) : dim(k_.size(3)) {
-    if (!wanted) {
-      q = k = at::empty({0}, q_.options().dtype(at::kFloat));
-      return;
-    }
-    q = at::zeros(q_.sizes(), floats ? q_.options().dtype(at::kFloat) : q_.options());
-    k = at::zeros({shares, k_.size(0), k_.size(1), k_.size(2), round_up(dim, kLanes)}, k_.options().dtype(at::kFloat));
-  }
-  void* rows(const Block& block, int64_t head) const {
-    const int64_t row = (block.seq.batch * q.size(1) + head) * q.size(2) + block.first_row();
-    return static_cast<char*>(q.data_ptr()) + row * q.size(3) * q.element_size();
-  }
-  float* keys(const Block& block, const Tile& tile, int64_t kv, int64_t share) const {
-    const int64_t head = (share * k.size(1) + block.seq.batch) * k.size(2) + kv;
-    return k.data_ptr<float>() + (head * k.size(3) + tile.key(block)) * k.size(4);
-  }
-  void fetch_keys(const Block& block, const Tile& tile, int64_t kv, int64_t share) const {
-    fetch(keys(block, tile, kv, share), tile.keys() * k.size(4) * sizeof(float));
-  }
-  Tensor dk() const {
-    if (k.dim() == 1) return k;
-    for (int64_t share = 1; share < k.size(0); share++) k[0].add_(k[share]);
-    return k[0].slice(3, 0, dim);
-  }
-};
 
 // x[keys, rows] (+)= weight relu(scale x of a head).
 template <bool relu>

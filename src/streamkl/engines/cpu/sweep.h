@@ -152,12 +152,6 @@ struct Normaliser {
   }
 };
 
-// Writes a row's normaliser. A row whose logits are all -inf has nan.
-inline void write(float m, float l, const Tensor& to_m, const Tensor& to_ln_l, const Block& block, int64_t head, int64_t i) {
-  Rows(to_m).at(block, head)[i] = m == -kInf ? NAN : m;
-  Rows(to_ln_l).at(block, head)[i] = std::log(l);
-}
-
 // Runs the tasks of a forward sweep, a block of rows and a head each: sweep(block, head) of what make() makes a thread.
 template <typename Make>
 void each_block(const Tensor& table, const Window& window, int64_t rows, int64_t heads, bool fast, const Make& make) {

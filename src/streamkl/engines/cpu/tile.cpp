@@ -6,36 +6,31 @@
 namespace streamkl::cpu {
 namespace {
 
-// T is the tensors' dtype, P what products are made of: bfloat16 where the CPU has such products, float elsewhere.
 template <typename T, typename P>
 class TypedSide final : public Side {
-  static constexpr bool kVnni = !std::is_same_v<P, float>;  // B operands in pairs of k
-  static constexpr int64_t kPair = kVnni ? 2 : 1;           // elements of a word
-  using Bits = std::conditional_t<kVnni, uint16_t, uint32_t>;
+  using Pack = Packing<T, P>;
+  using Bits = typename Pack::Bits;
+  static constexpr bool kVnni = Pack::kVnni;
+  static constexpr int64_t kPair = Pack::kPair;
 
  public:
   TypedSide(const at::Tensor& q, const at::Tensor& k, double scale, bool relu)
       : Side(q.size(1), k.size(1), q.size(3), scale, relu),
-        q_(q.const_data_ptr<T>()), k_(k.const_data_ptr<T>()), q_strides_(q), k_strides_(k),
-        inner_(round_up(dim, kPair)), width_(round_up(dim, kLanes * kPair)) {}
+        pack_(dim), q_(q.const_data_ptr<T>()), k_(k.const_data_ptr<T>()), q_strides_(q), k_strides_(k),
+        inner_(pack_.inner), width_(pack_.width) {}
 
   void take_rows(int64_t slot, int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient) override {
     if (slot >= static_cast<int64_t>(slots_.size())) slots_.resize(slot + 1);
     rows_ = rows;
     const int64_t padded = round_up(rows, kLanes);
     P* staged = staged_.reserve(padded * width_);
-    copy(q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token, q_strides_, rows, padded, staged);
+    const T* from = q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token;
+    pack_.copy(from, q_strides_.token, q_strides_.dim, rows, padded, staged);
     // Words of the width in columns: [width words, rows].
     q_stride_ = padded + kLanes;
     P* columns = slots_[slot].columns.reserve(width_ * q_stride_);
-    transpose(staged, width_, padded, columns, q_stride_);
-    if (!for_gradient) return;
-    Bits* pairs = reinterpret_cast<Bits*>(slots_[slot].pairs.reserve(kBlockQ * pairs_stride()));
-    const Bits* from = reinterpret_cast<const Bits*>(staged);
-    for (int64_t i = 0; i < padded; i += kPair)
-      for (int64_t c = 0; c < padded_dim; c++)
-        for (int64_t n = 0; n < kPair; n++)
-          pairs[i * pairs_stride() + c * kPair + n] = c < dim ? finite(from[(i + n) * width_ + c]) : Bits(0);
+    pack_.transpose(staged, width_, padded, columns, q_stride_);
+    if (for_gradient) pack_.pairs(staged, padded, slots_[slot].pairs.reserve(kBlockQ * pack_.pairs_stride()));
   }
 
   void take_keys(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, bool for_gradient) override {
@@ -53,7 +48,7 @@ class TypedSide final : public Side {
       }
     }
     if (copied) {
-      copy(from, k_strides_, keys, padded, k_rows_.reserve(kBlockK * width_));
+      pack_.copy(from, k_strides_.token, k_strides_.dim, keys, padded, k_rows_.reserve(kBlockK * width_));
       rows_of_k_ = k_rows_.data();
       k_stride_ = width_;
     }
@@ -61,28 +56,28 @@ class TypedSide final : public Side {
     P* columns = k_columns_.reserve(width_ * kBlockK);
     if constexpr (kVnni) {
       P* words = staged_.reserve(width_ * kBlockK);
-      transpose(rows_of_k_, k_stride_, padded, words, kBlockK);
+      pack_.transpose(rows_of_k_, k_stride_, padded, words, kBlockK);
       for (int64_t c = 0; c < width_; c += 2) {
         const Bits* from_pair = reinterpret_cast<const Bits*>(words + c * kBlockK);
         Bits* even = reinterpret_cast<Bits*>(columns + c * kBlockK);
         for (int64_t j = 0; j < padded; j += kLanes) {
           const Words pair = load<Words>(from_pair + 2 * j);
-          store(even + j, finite(__builtin_convertvector(pair & 0xffffu, Shorts)));
-          store(even + kBlockK + j, finite(__builtin_convertvector(pair >> 16, Shorts)));
+          store(even + j, Pack::finite(__builtin_convertvector(pair & 0xffffu, Shorts)));
+          store(even + kBlockK + j, Pack::finite(__builtin_convertvector(pair >> 16, Shorts)));
         }
       }
     } else {
-      transpose(rows_of_k_, k_stride_, padded, columns, kBlockK);
+      pack_.transpose(rows_of_k_, k_stride_, padded, columns, kBlockK);
       for (int64_t c = 0; c < width_; c++)
         for (int64_t j = 0; j < padded; j += kLanes) {
           float* at = columns + c * kBlockK + j;
-          store(at, finite(load<Words>(at)));
+          store(at, Pack::finite(load<Words>(at)));
         }
     }
   }
 
   void product(int64_t slot, const Part& part, float* x) override {
-    const int64_t most = dim > kPiece ? kPiece / 4 : kPiece;  // of wide heads, shorter pieces
+    const int64_t most = product_piece(dim);
     const int64_t width = kVnni ? inner_ : std::min(dim, most);
     multiply(slot, part, 0, width, x);
     if constexpr (!kVnni) {
@@ -128,7 +123,7 @@ class TypedSide final : public Side {
     const bool whole = keys == keys_;
     float* sums = whole ? dk : dk_.reserve(kBlockK * padded_dim);
     at::native::cpublas::brgemm(
-        keys, padded_dim, rows, kStride, pairs_stride(), padded_dim, whole, dx_rows_.data(), slots_[slot].pairs.data(), sums, kVnni);
+        keys, padded_dim, rows, kStride, pack_.pairs_stride(), padded_dim, whole, dx_rows_.data(), slots_[slot].pairs.data(), sums, kVnni);
     if (!whole)
       for (int64_t c = 0; c < keys_ * padded_dim; c++) dk[c] += sums[c];
     const P* right = kVnni ? dx_pairs_.data() : dx_rows_.data();
@@ -154,28 +149,6 @@ class TypedSide final : public Side {
   int64_t bytes_of_row() const override { return width_ * sizeof(P); }
 
  private:
-  int64_t pairs_stride() const { return padded_dim + kLanes; }
-
-  // What is not finite would make nan of masked pairs in a gradient's product; where it counts, dx is nan.
-  static constexpr Bits kExponent = kVnni ? Bits(0x7f80) : Bits(0x7f800000u);
-  template <typename V>
-  static V finite(V x) {
-    return (x & kExponent) == kExponent ? V{} : x;
-  }
-
-  // Rows beside each other, width_ apart, and zeros after the last one and after the width.
-  void copy(const T* from, const Strides& strides, int64_t rows, int64_t padded, P* to) const {
-    for (int64_t i = 0; i < rows; i++, from += strides.token, to += width_) copy_row(from, strides.dim, dim, to, width_);
-    std::fill_n(to, (padded - rows) * width_, P(0.0f));
-  }
-
-  // to[word, i] = from[i, word], for all words of the width.
-  void transpose(const P* from, int64_t stride, int64_t rows, P* to, int64_t to_stride) const {
-    for (int64_t i = 0; i < rows; i += kLanes)
-      for (int64_t c = 0; c < width_; c += kLanes * kPair)
-        transpose_words(from + i * stride + c, stride * sizeof(P), to + c * to_stride + i * kPair, to_stride * 4);
-  }
-
   void multiply(int64_t slot, const Part& part, int64_t c, int64_t width, float* x) {
     at::native::cpublas::brgemm(
         part.j1 - part.j0, round_up(part.i1 - part.i0, kLanes), width, k_stride_, q_stride_, kStrip, false,
@@ -183,6 +156,7 @@ class TypedSide final : public Side {
         kVnni);
   }
 
+  const Pack pack_;
   const T* q_;
   const T* k_;
   const Strides q_strides_, k_strides_;
@@ -205,17 +179,9 @@ bool native(at::ScalarType dtype) {
 }
 
 std::unique_ptr<Side> side_of(const at::Tensor& q, const at::Tensor& k, double scale, bool relu) {
-  switch (q.scalar_type()) {
-    case at::kBFloat16:
-      if (native(at::kBFloat16)) return std::make_unique<TypedSide<at::BFloat16, at::BFloat16>>(q, k, scale, relu);
-      return std::make_unique<TypedSide<at::BFloat16, float>>(q, k, scale, relu);
-    case at::kHalf:
-      return std::make_unique<TypedSide<at::Half, float>>(q, k, scale, relu);
-    case at::kFloat:
-      return std::make_unique<TypedSide<float, float>>(q, k, scale, relu);
-    default:
-      TORCH_CHECK(false, "streamkl cpu engine: unsupported dtype ", q.scalar_type());
-  }
+  return with_products(q.scalar_type(), [&](auto of_tensors, auto of_products) -> std::unique_ptr<Side> {
+    return std::make_unique<TypedSide<decltype(of_tensors), decltype(of_products)>>(q, k, scale, relu);
+  });
 }
 
 }  // namespace streamkl::cpu

@@ -1,7 +1,7 @@
 // The tile: packing, and products on PyTorch's own brgemm. Rows lie along the lanes: a tile is [keys, rows].
 #pragma once
 
-#include "lanes.h"
+#include "pack.h"
 
 #include <ATen/ATen.h>
 #include <ATen/native/CPUBlas.h>
@@ -18,9 +18,9 @@ constexpr int64_t kStrip = 128;   // rows of a tile
 constexpr int64_t kBlockK = 256;  // keys of a tile
 constexpr int64_t kStride = kBlockQ + kLanes;  // of right operands: powers of two would share too few cache sets
 constexpr int64_t kFar = 1 << 20;  // keys further apart are copied: brgemm counts bytes in 32 bits
-constexpr int64_t kPiece = 128;  // how much of the width float products add up at once
 
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+// How much of the width float products add up at once: of wide heads, shorter pieces.
+inline int64_t product_piece(int64_t dim) { return dim > 128 ? 32 : 128; }
 
 // Uninitialised memory on cache lines, which grows and never shrinks.
 template <typename T>
@@ -46,26 +46,6 @@ class Buffer {
   std::unique_ptr<T[], Free> data_;
   int64_t size_ = 0;
 };
-
-// Where an element of a tensor [B, heads, N, D] is.
-struct Strides {
-  int64_t batch, head, token, dim;
-  explicit Strides(const at::Tensor& x) : batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), dim(x.stride(3)) {}
-};
-
-// A row of a tensor in the dtype of products, and zeros after it up to width.
-template <typename T, typename P>
-void copy_row(const T* from, int64_t stride, int64_t dim, P* to, int64_t width) {
-  int64_t c = 0;
-  if constexpr (std::is_same_v<T, P>) {
-    if (stride == 1) std::copy_n(from, c = dim, to);
-  } else {
-    if (stride == 1)
-      for (; c + kLanes <= dim; c += kLanes) store(to + c, widened<T>(load<Shorts>(from + c)));
-  }
-  for (; c < dim; c++) to[c] = static_cast<P>(from[c * stride]);
-  std::fill(to + dim, to + width, P(0.0f));
-}
 
 // Asks for what is read next from main memory: long sequences do not fit the caches.
 inline void fetch(const void* memory, int64_t bytes) {
@@ -110,6 +90,21 @@ class Side {
 // Whether a dtype is multiplied as it is; elsewhere it is in float32. float16 always is: gradients of logits, which are
 // divided by the number of rows before they are rounded, would vanish in it.
 bool native(at::ScalarType dtype);
+
+// Calls work with the dtype of tensors and that of their products, as values of them.
+template <typename Work>
+auto with_products(at::ScalarType dtype, const Work& work) {
+  switch (dtype) {
+    case at::kBFloat16:
+      return native(dtype) ? work(at::BFloat16(), at::BFloat16()) : work(at::BFloat16(), 0.0f);
+    case at::kHalf:
+      return work(at::Half(), 0.0f);
+    case at::kFloat:
+      return work(0.0f, 0.0f);
+    default:
+      TORCH_CHECK(false, "streamkl cpu engine: unsupported dtype ", dtype);
+  }
+}
 
 // The side of q [B, H, N, D] and k [B, Hkv, N, D], of any strides.
 std::unique_ptr<Side> side_of(const at::Tensor& q, const at::Tensor& k, double scale, bool relu);

@@ -59,10 +59,10 @@ def _with_index_keys(cls: Any) -> type:
             super().reset()
             self.index_keys = None
 
-        def crop(self, tokens_to_remove: int) -> None:
-            super().crop(tokens_to_remove)
-            if self.index_keys is not None and tokens_to_remove:
-                self.index_keys = self.index_keys[:, : -abs(tokens_to_remove)]
+        def crop(self, tokens: int) -> None:
+            super().crop(tokens)  # how many to take away, or in earlier versions how many to leave
+            if self.index_keys is not None:
+                self.index_keys = self.index_keys[:, : self.get_seq_length()]
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             super().reorder_cache(beam_idx)

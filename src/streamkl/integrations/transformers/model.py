@@ -123,7 +123,7 @@ def sparsify(
         model: A causal language model of transformers, of a known family.
         selector: Chooses keys. If not given, the one that the indexers were saved with; for models with indexers of
             their own, these, with the model's own number of keys.
-        indexers: A folder of indexers, or `Indexers`, for models that have none.
+        indexers: A folder of indexers, which get the model's dtype, or `Indexers`, for models that have none.
         decode: How a single query attends. If not given, densely, but for models with indexers of their own.
 
     Returns:
@@ -153,6 +153,7 @@ def sparsify(
     saved = None
     if isinstance(indexers, (str, os.PathLike)):
         indexers, saved = load_indexers(indexers, model)
+        indexers.to(model.dtype)  # products of scores are the cost, and run at the model's speed
     elif indexers is None:
         indexers = own_indexers(model, family)
     selector = selector or saved or family.selector(model.config)
