@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
+from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]  # an extra
+from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]  # an extra
+from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]  # an extra
 
 from streamkl.evaluation.methods import SELECTORS, Method
 from streamkl.integrations.transformers import load_indexers, sparsify
