@@ -1,0 +1,43 @@
+"""Sparse attention in models of transformers: ``sparsify(model, selector)``, by name, and saved with the model.
+
+Importing it registers the attention implementations ``streamkl_sparse``, ``streamkl_oracle``, ``streamkl_window``,
+``streamkl_random`` and ``streamkl_dense``, and lets ``from_pretrained`` find the indexers of a model that was saved sparse.
+"""
+
+from streamkl.integrations.transformers.requirements import check_requirements
+
+check_requirements()
+
+from streamkl.integrations.transformers.attention import register  # noqa: E402
+from streamkl.integrations.transformers.families import (  # noqa: E402
+    Family,
+    GroupedQuery,
+    SparseLatent,
+    register_family,
+)
+from streamkl.integrations.transformers.indexers import (  # noqa: E402
+    Indexers,
+    load_indexers,
+    new_indexers,
+    save_indexers,
+)
+from streamkl.integrations.transformers.layer import Attended  # noqa: E402
+from streamkl.integrations.transformers.loading import wrap_from_pretrained  # noqa: E402
+from streamkl.integrations.transformers.model import SparseModel, sparsify  # noqa: E402
+
+__all__ = [
+    "Attended",
+    "Family",
+    "GroupedQuery",
+    "Indexers",
+    "SparseLatent",
+    "SparseModel",
+    "load_indexers",
+    "new_indexers",
+    "register_family",
+    "save_indexers",
+    "sparsify",
+]
+
+register()
+wrap_from_pretrained()

@@ -1,0 +1,104 @@
+"""The attention function that every implementation of StreamKL is, as ``AttentionInterface`` wants it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from streamkl.integrations.transformers.layer import RELATIVES, Attended, SparseLayer
+from streamkl.integrations.transformers.masks import Mask, Unread, streamkl_mask
+from streamkl.sparse import sparse_attention
+
+REFUSED = {"softcap": "a soft cap on its logits", "s_aux": "attention sinks", "position_bias": "a bias by position"}
+"""Arguments that change the softmax in ways that sparse attention does not have."""
+
+
+def register() -> None:
+    """Makes the implementations known to transformers, with their masks."""
+    for name in RELATIVES:
+        AttentionInterface.register(name, streamkl_attention)
+        AttentionMaskInterface.register(name, streamkl_mask)
+
+
+def streamkl_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Unread | Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attends to the keys that the layer's selector chooses, or to all.
+
+    Args:
+        module: The attention module.
+        query: ``[B, H, Nq, D]``, after RoPE.
+        key: ``[B, Hkv, Nk, D]``, those of the cache included.
+        value: ``[B, Hkv, Nk, Dv]``.
+        attention_mask: What `streamkl_mask` made.
+        scaling: Multiplies the products; ``1/sqrt(D)`` if not given.
+        dropout: Of attention weights.
+        indices: What the module's own indexer returned, if it has one.
+        kwargs: What models pass to every implementation.
+
+    Returns:
+        ``[B, Nq, H, Dv]``, and ``None`` in place of attention weights.
+    """
+    mask = attention_mask.mask if isinstance(attention_mask, Unread) else attention_mask
+    layer = _layer(module)
+    rows = query.shape[2]
+    selector = None if layer is None else layer.selector_of(rows)
+    if layer is not None and layer.is_global and (selector is not None or layer.reads or layer.watchers):
+        mask = _checked(layer, mask, dropout if selector is not None else 0.0, kwargs)
+        layout = mask.layout(query.device)
+        call = layer.call(query, key, scaling, layout)
+        if selector is not None:
+            lists = indices if layer.has_own_lists else selector.select(call)
+            assert lists is not None, "a module with an indexer of its own passes on what it returned"
+            out = sparse_attention(
+                call.q, call.k, layout.all_keys(value), lists, block=selector.block, scale=scaling,
+                cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
+            )  # fmt: skip
+            layer.tell(Attended(layer.number, call, lists, selector.block))
+            return layout.back(out, query.shape[0], rows), None
+        layer.tell(Attended(layer.number, call, None, 1))
+    dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    mask = mask.tensor(query.device) if isinstance(mask, Mask) else mask
+    return dense(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _layer(module: nn.Module) -> SparseLayer | None:
+    """What is attached to a module; ``None`` for modules that StreamKL leaves alone, as those of vision models."""
+    layer = getattr(module, "streamkl_layer", None)
+    if layer is None and getattr(module, "is_causal", True):
+        raise ValueError(
+            f"{type(module).__name__} has no selector: call streamkl.integrations.transformers.sparsify(model, ...), "
+            f"and then set an attn_implementation of StreamKL"
+        )
+    return layer
+
+
+def _checked(layer: SparseLayer, mask: Any, dropout: float, kwargs: dict[str, Any]) -> Mask:
+    """Refuses what sparse attention does not have, and returns the mask."""
+    for name, what in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"layer {layer.number} has {what} ({name}), which sparse attention does not support: "
+                f"run the model with another attn_implementation"
+            )
+    if dropout:
+        raise ValueError(f"sparse attention has no dropout: got {dropout}; set attention_dropout to 0, or call eval()")
+    if kwargs.get("is_causal") is False or not isinstance(mask, Mask):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else None
+        raise ValueError(
+            f"sparse attention is causal and takes padding as a mask of [batch, tokens]: "
+            f"layer {layer.number} got {'is_causal=False' if shape is None else f'a mask of {shape}'}"
+        )
+    return mask

@@ -1,0 +1,138 @@
+"""What a family of models must tell: which modules attend, and what their indexers read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from streamkl.indexer import HeadIndexer, Indexer
+from streamkl.indexer.base import Activation
+from streamkl.sparse import IndexTensors, Selector
+
+REFUSED = {"attn_logit_softcapping": "a soft cap on its logits", "sinks": "attention sinks"}
+"""Attributes of attention modules that change the softmax in ways that sparse attention does not have."""
+
+
+class Inputs(NamedTuple):
+    """What an indexer reads.
+
+    Attributes:
+        hidden: ``[B, N, hidden_dim]``: what enters the attention module, after the layer's norm.
+        position_embeddings: ``(cos, sin)``, each ``[B or 1, N, dim]``.
+        latent: ``[B, N, query_dim]``: what the module makes its queries of, where its own indexer does so too.
+        cache: The model's KV cache, if there is one.
+    """
+
+    hidden: Tensor
+    position_embeddings: tuple[Tensor, Tensor]
+    latent: Tensor | None = None
+    cache: Any = None
+
+
+class Family(ABC):
+    """Models whose attention modules are called alike."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """``config.model_type`` of its models, and of their text models."""
+    attention: str
+    """The class of its attention modules."""
+    decode: Literal["dense", "sparse"] = "dense"
+    """How a single query attends unless the caller says it."""
+
+    def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
+        """The attention modules, by the number of their layer."""
+        found = (m for m in model.modules() if any(cls.__name__ == self.attention for cls in type(m).__mro__))
+        return {int(module.layer_idx): module for module in found}  # pyright: ignore[reportArgumentType]
+
+    def is_global(self, attention: nn.Module) -> bool:
+        """Whether a module sees all keys before a query, so that there is something to select from."""
+        return getattr(attention, "sliding_window", None) is None
+
+    def check(self, attention: nn.Module, number: int) -> None:
+        """Refuses a module whose attention is not what sparse attention computes.
+
+        Args:
+            attention: The module.
+            number: Of its layer.
+        """
+        for attribute, what in REFUSED.items():
+            if getattr(attention, attribute, None) is not None:
+                raise ValueError(
+                    f"layer {number} of this {self.name} model has {what} ({attribute}), which sparse attention does "
+                    f"not support"
+                )
+        if getattr(attention, "is_causal", True) is False:
+            raise ValueError(f"layer {number} of this {self.name} model is not causal, and sparse attention is")
+
+    def selector(self, config: Any) -> Selector | None:
+        """What selects if the caller does not say it: the model's own way, if it has one."""
+        return None
+
+    @abstractmethod
+    def indexer(self, attention: nn.Module) -> Indexer | None:
+        """The indexer that the model itself has in a module, with its own weights; ``None`` for none."""
+
+    @abstractmethod
+    def new_indexer(self, attention: nn.Module, head_dim: int, activation: Activation) -> Indexer:
+        """An untrained indexer for a module."""
+
+    @abstractmethod
+    def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
+        """What an indexer makes of a module's inputs, which are constants to it."""
+
+    @abstractmethod
+    def fingerprint(self, attention: nn.Module) -> Tensor:
+        """Some of a module's weights, by which a model is known again."""
+
+
+class GroupedQuery(Family):
+    """Models with query and key heads that have no indexer: they get a `HeadIndexer` of the same RoPE."""
+
+    def indexer(self, attention: nn.Module) -> None:
+        """None of these models has one."""
+
+    def rotated(self, attention: nn.Module) -> int:
+        """How many dims of a head are rotated."""
+        config: Any = attention.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        return int(attention.head_dim * rope.get("partial_rotary_factor", 1.0))  # pyright: ignore[reportOperatorIssue]
+
+    def new_indexer(self, attention: nn.Module, head_dim: int, activation: Activation) -> HeadIndexer:
+        """One head, rotated as the model's heads are, by as many of their frequencies as it has room for."""
+        rotated = self.rotated(attention)
+        rope_dim = min(head_dim, rotated)
+        if rotated % rope_dim:
+            raise ValueError(
+                f"head_dim must divide the {rotated} rotated dims of {self.name}'s heads, or not be below: got {head_dim}"
+            )
+        width: int = attention.q_proj.in_features  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
+        return HeadIndexer(width, head_dim=head_dim, rope_dim=rope_dim, activation=activation)
+
+    def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
+        """Of the hidden states, in the indexer's dtype."""
+        weight = next(indexer.parameters())
+        if weight.device != inputs.hidden.device:
+            indexer.to(inputs.hidden.device)
+        cos, sin = (_fewer(table, indexer.rope_dim) for table in inputs.position_embeddings)
+        return indexer(inputs.hidden.detach().to(weight.dtype), position_embeddings=(cos, sin))
+
+    def fingerprint(self, attention: nn.Module) -> Tensor:
+        """Of the query projection."""
+        return few(attention.q_proj)
+
+
+def _fewer(table: Tensor, dim: int) -> Tensor:
+    """A table of cosines or sines of ``dim`` dims: every n-th frequency of those that it has."""
+    if table.shape[-1] == dim:
+        return table
+    half = table[..., : table.shape[-1] // 2][..., :: table.shape[-1] // dim]
+    return torch.cat((half, half), -1)
+
+
+def few(linear: Any) -> Tensor:
+    """The first weights of a linear map."""
+    return linear.weight.detach().flatten()[:64].float().cpu()

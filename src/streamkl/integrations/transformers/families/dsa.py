@@ -1,0 +1,65 @@
+"""What the families with an indexer of their own share: DeepSeek Sparse Attention over multi-head latent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamkl.indexer import Indexer, LightningIndexer
+from streamkl.indexer.base import Activation
+from streamkl.indexer.rope import Layout
+from streamkl.integrations.transformers.families.base import Family, Inputs, few
+from streamkl.sparse import IndexerSelector, IndexTensors
+
+
+class SparseLatent(Family):
+    """Models whose attention module calls its own ``indexer`` with hidden states and the queries' latent."""
+
+    rope_layout: Layout
+    decode = "sparse"  # these models never attend densely
+
+    def selector(self, config: Any) -> IndexerSelector:
+        """As many keys a query as the config says."""
+        return IndexerSelector(topk=config.index_topk, block=1)
+
+    def indexer(self, attention: nn.Module) -> LightningIndexer | None:
+        """A `LightningIndexer` that has the module's own maps, so that training it trains the model's indexer."""
+        own: Any = attention.indexer
+        if own is None:  # it shares the lists of a layer before it
+            return None
+        with torch.device("meta"):
+            indexer = LightningIndexer(
+                own.hidden_size, query_dim=own.q_lora_rank, heads=own.n_heads, head_dim=own.head_dim,
+                rope_dim=own.qk_rope_head_dim, rope_layout=self.rope_layout,
+            )  # fmt: skip
+        for name in ("wq_b", "wk", "k_norm", "weights_proj"):
+            setattr(indexer, name, getattr(own, name))
+        return indexer
+
+    def new_indexer(self, attention: nn.Module, head_dim: int, activation: Activation) -> Indexer:
+        """There is nothing to make."""
+        raise ValueError(f"{self.name} has indexers of its own: train those, and leave `indexers` out")
+
+    def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
+        """Of hidden states and latent, with the dims of a head in the order in which the model caches them."""
+        index = indexer(
+            inputs.hidden.detach(),
+            None if inputs.latent is None else inputs.latent.detach(),
+            position_embeddings=inputs.position_embeddings,
+        )
+        if self.rope_layout == "half":
+            return index
+        return index._replace(
+            index_q=_evens_first(index.index_q, indexer.rope_dim), index_k=_evens_first(index.index_k, indexer.rope_dim)
+        )
+
+    def fingerprint(self, attention: nn.Module) -> Tensor:
+        """Of the latent's projection."""
+        return few(attention.q_a_proj)
+
+
+def _evens_first(x: Tensor, dim: int) -> Tensor:
+    """Rotated pairs ``(x0, x1), (x2, x3), ...`` as transformers lays them out: all first ones, then all second ones."""
+    return torch.cat((x[..., 0:dim:2], x[..., 1:dim:2], x[..., dim:]), -1)

@@ -1,0 +1,202 @@
+"""Makes a model of transformers sparse, and keeps what that took: ``sparsify`` and the handle that it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from streamkl.integrations.transformers.families import Family, family_of
+from streamkl.integrations.transformers.indexers import Indexers, load_indexers, own_indexers, save_indexers
+from streamkl.integrations.transformers.layer import PREFIX, Attended, SparseLayer
+from streamkl.integrations.transformers.selection import from_json, to_json
+from streamkl.sparse import IndexerSelector, Selector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FOLDER = "streamkl"
+"""Where in a model's folder its indexers are."""
+
+
+class SparseModel:
+    """What `sparsify` did to a model, which has it as ``model.streamkl``.
+
+    Attributes:
+        model: The model.
+        family: Its family.
+        selector: What chooses keys under ``streamkl_sparse``.
+        indexers: Its indexers; empty if it has none.
+        layers: What is attached to each attention module, by the number of its layer.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, family: Family, selector: Selector, indexers: Indexers,
+        decode: Literal["dense", "sparse"],
+    ) -> None:  # fmt: skip
+        self.model, self.family, self.selector, self.indexers = model, family, selector, indexers
+        self.watchers: list[Callable[[Attended], None]] = []
+        self.layers = {
+            number: SparseLayer(attention, family, selector, indexers.of(number), decode, self.watchers)
+            for number, attention in family.attentions(model).items()
+        }
+        self._before = _implementation(model)
+
+    def attach(self) -> None:
+        """Attaches the layers, and puts the handle and its settings where `save_pretrained` finds them."""
+        for layer in self.layers.values():
+            layer.attach()
+        self.model.streamkl = self
+        self.model.config.streamkl = {"selector": to_json(self.selector), "decode": self.decode}
+
+    def remove(self) -> None:
+        """Leaves the model as it was before `sparsify`, with the attention implementation that it had."""
+        for layer in self.layers.values():
+            layer.detach()
+        del self.model.streamkl, self.model.config.streamkl
+        if _implementation(self.model).startswith(PREFIX):
+            self.model.set_attn_implementation(self._before)
+
+    @property
+    def decode(self) -> Literal["dense", "sparse"]:
+        """How a single query attends."""
+        return next(iter(self.layers.values())).decode
+
+    @contextlib.contextmanager
+    def watch(self, function: Callable[[Attended], None]) -> Iterator[None]:
+        """Within it, ``function`` is called with each layer's `Attended`, after its attention.
+
+        The call that it is given has q and k after RoPE, the mask, and the indexer's tensors with their graph, which is
+        all that ``streamkl.indexer_kl`` takes.
+        """
+        self.watchers.append(function)
+        try:
+            yield
+        finally:
+            self.watchers.remove(function)
+
+    def save_indexers(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the indexers and the selector to a folder, which ``sparsify(model, indexers=path)`` takes."""
+        if not self.indexers:
+            raise ValueError("the model has no indexers to save")
+        return save_indexers(path, self.model, self.indexers, self.selector)
+
+    def save_pretrained(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Saves the model, its indexers beside it, and a config that points to them.
+
+        ``from_pretrained(path)`` gives the sparse model again where ``streamkl.integrations.transformers`` has been
+        imported, and the dense one elsewhere.
+
+        Args:
+            path: The model's folder.
+            options: Of the model's ``save_pretrained``.
+        """
+        settings = self.model.config.streamkl
+        if self.indexers and not own_indexers(self.model, self.family):
+            self.save_indexers(Path(path) / FOLDER)
+            self.model.config.streamkl = {**settings, "indexers": FOLDER}
+        try:
+            self.model.save_pretrained(path, **options)
+        finally:
+            self.model.config.streamkl = settings
+
+
+def sparsify(
+    model: PreTrainedModel,
+    selector: Selector | None = None,
+    indexers: str | os.PathLike[str] | Indexers | None = None,
+    *,
+    decode: Literal["dense", "sparse"] | None = None,
+) -> SparseModel:
+    """Makes a model attend to selected keys, under the attention implementation ``streamkl_sparse``.
+
+    ``model.set_attn_implementation("sdpa")`` makes it dense again, bit for bit, and ``"streamkl_sparse"`` sparse.
+    ``"streamkl_oracle"``, ``"streamkl_window"`` and ``"streamkl_random"`` select as many keys in other ways, and
+    ``"streamkl_dense"`` all, for a watcher to look at.
+
+    Args:
+        model: A causal language model of transformers, of a known family.
+        selector: Chooses keys. If not given, the one that the indexers were saved with; for models with indexers of
+            their own, these, with the model's own number of keys.
+        indexers: A folder of indexers, or `Indexers`, for models that have none.
+        decode: How a single query attends. If not given, densely, but for models with indexers of their own.
+
+    Returns:
+        The handle, which is ``model.streamkl`` as well.
+
+    Raises:
+        ValueError: The family is not known, its attention is of a kind that sparse attention is not, the indexers belong
+            to another model, or there is nothing to select with; the message says what to do.
+
+    Example:
+        >>> import torch
+        >>> import streamkl.integrations.transformers as skl
+        >>> from streamkl.sparse import OracleSelector
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> sparse = skl.sparsify(model, OracleSelector(topk=8, block=4))
+        >>> ids = torch.arange(32)[None]
+        >>> sorted(sparse.layers), model(ids).logits.shape
+        ([0, 1], torch.Size([1, 32, 64]))
+        >>> model.set_attn_implementation("sdpa")  # dense again
+    """
+    family = family_of(model.config)
+    for number, attention in family.attentions(model).items():
+        family.check(attention, number)
+    saved = None
+    if isinstance(indexers, (str, os.PathLike)):
+        indexers, saved = load_indexers(indexers, model)
+    elif indexers is None:
+        indexers = own_indexers(model, family)
+    selector = selector or saved or family.selector(model.config)
+    if selector is None:
+        raise ValueError(
+            "there is nothing to select keys with: give a selector, such as "
+            "streamkl.sparse.OracleSelector(topk=256, block=64), or a folder of indexers"
+        )
+    _check_indexers(family, selector, indexers)
+    if decode not in ("dense", "sparse", None):
+        raise ValueError(f"decode must be 'dense', 'sparse' or None: got {decode!r}")
+    before = getattr(model, "streamkl", None)
+    if before is not None:
+        before.remove()
+    handle = SparseModel(model, family, selector, indexers, decode or family.decode)
+    handle.attach()
+    model.set_attn_implementation("streamkl_sparse")
+    return handle
+
+
+def attach_saved(model: PreTrainedModel, folder: Path | None, implementation: str | None) -> None:
+    """Makes a model sparse again that `SparseModel.save_pretrained` has saved.
+
+    Args:
+        model: The model, loaded, with ``config.streamkl``.
+        folder: Where its indexers are; ``None`` if it was saved without.
+        implementation: The attention implementation that was asked for, if one was.
+    """
+    settings = model.config.streamkl
+    sparsify(model, from_json(settings["selector"]), folder, decode=settings["decode"])
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+
+
+def _check_indexers(family: Family, selector: Selector, indexers: Indexers) -> None:
+    if not isinstance(selector, IndexerSelector):
+        return
+    if not indexers:
+        raise ValueError(
+            f"an IndexerSelector needs indexers, and {family.name} has none of its own: give a folder of them, or "
+            f"new_indexers(model) to train"
+        )
+    activation = next(iter(indexers.values())).activation
+    if activation != selector.activation:
+        raise ValueError(f"the indexers have activation {activation!r}, and the selector {selector.activation!r}")
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    """The attention implementation of a model's text layers."""
+    return model.config.get_text_config()._attn_implementation

@@ -1,0 +1,21 @@
+"""Refuses a transformers or a torch that is too old, before something stranger happens."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+MINIMUM = {"transformers": (5, 0), "torch": (2, 6)}
+"""The oldest versions that the tests have run with."""
+
+
+def check_requirements() -> None:
+    """Raises an ``ImportError`` that says what is missing or too old, and what to do."""
+    for name, minimum in MINIMUM.items():
+        wanted = ".".join(map(str, minimum))
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise ImportError(f"{name} is not installed: pip install 'streamkl[hf]'") from None
+        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < minimum:
+            raise ImportError(f"{name} {wanted} or later is needed, and {found} is installed: pip install -U {name}")
