@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from streamkl.distillation.settings import Settings
 from streamkl.indexer import HeadIndexer, Indexer, LightningIndexer
 from streamkl.integrations.transformers.families import Family, GroupedQuery
+from streamkl.integrations.transformers.indexers import Indexers
 
 
-def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> dict[int, Indexer]:
+def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> Indexers:
     """An indexer for each layer that sees all keys: the model's own where it has them, else new ones in float32.
 
     The same seed gives the same weights. Attention modules that share another layer's lists have none.
@@ -20,17 +21,17 @@ def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> di
     Raises:
         ValueError: No layer of the model sees all keys.
     """
-    indexers: dict[int, Indexer] = {}
+    indexers = Indexers()
     generator = torch.Generator().manual_seed(settings.seed)
     for number, attention in sorted(family.attentions(backbone).items()):
         if not family.is_global(attention):
             continue
         if isinstance(family, GroupedQuery):
-            indexers[number] = _new(family, attention, settings, generator)
+            indexers[str(number)] = _new(family, attention, settings, generator)
         else:
             own = family.indexer(attention)
             if own is not None:
-                indexers[number] = own.float()  # optimizers want float32; other weights of the model stay as they are
+                indexers[str(number)] = own.float()  # optimizers want float32; other weights of the model stay as they are
     if not indexers:
         raise ValueError(f"no layer of this {family.name} model attends to all keys: there is nothing to distill")
     return indexers
@@ -38,24 +39,13 @@ def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> di
 
 def _new(family: GroupedQuery, attention: Any, settings: Settings, generator: torch.Generator) -> Indexer:
     """One indexer, whose weights are drawn in float32 on the CPU, whatever the model's dtype and device."""
-    rotated = family.rotated(attention)
-    rope_dim = min(settings.head_dim, rotated)
-    if rotated % rope_dim:
-        raise ValueError(f"head_dim must divide the {rotated} rotated dims of a head, or not be below: got {rope_dim}")
-    width: int = attention.q_proj.in_features
-    options: dict[str, Any] = {
-        "head_dim": settings.head_dim, "rope_dim": rope_dim, "temperature": settings.temperature,
-        "activation": None if settings.activation == "none" else "relu",
-    }  # fmt: skip
-    indexer = (
-        HeadIndexer(width, **options) if settings.heads == 1 else LightningIndexer(width, heads=settings.heads, **options)
-    )
-    for name, parameter in indexer.named_parameters():
+    activation = None if settings.activation == "none" else "relu"
+    indexer = family.new_indexer(attention, settings.head_dim, activation, settings.heads, settings.temperature)
+    for parameter in indexer.parameters():
         if parameter.dim() == 2:
             bound = parameter.shape[1] ** -0.5  # as nn.Linear's own, by a generator of ours
             with torch.no_grad():
                 parameter.uniform_(-bound, bound, generator=generator)
-        assert parameter.dtype == torch.float32, name
     if settings.init == "teacher":
         _take_over(indexer, attention)
     return indexer
@@ -89,7 +79,7 @@ def _take_over(indexer: Indexer, attention: Any) -> None:
             inner = torch.einsum("hfd,fd->hf", k[share], right.conj())
             query_maps.append(torch.einsum("hfd,hf->fd", q[share], inner.conj()) / len(share))
     maps = torch.cat([_rows(m) for m in query_maps])
-    # The key's LayerNorm gives it a norm of sqrt(head_dim); the size of its product is then the query map's alone.
+    # The key's LayerNorm gives it a norm of sqrt(head_dim), in place of what it has on hidden states of variance 1.
     key_map = _rows(right)
     maps *= (key_map.norm() / head_dim**0.5).clamp(min=1e-6)
     if isinstance(indexer, LightningIndexer):

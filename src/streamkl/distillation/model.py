@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from streamkl.api import indexer_kl
 from streamkl.distillation import attention
 from streamkl.distillation.layer import Layer, Loss
-from streamkl.indexer import Indexer
 from streamkl.integrations.transformers.families import Family
+from streamkl.integrations.transformers.indexers import Indexers
 
 
 class Distiller(nn.Module):
@@ -20,12 +20,12 @@ class Distiller(nn.Module):
     Args:
         backbone: A causal language model of transformers.
         family: Its family.
-        indexers: By the number of a layer; those of a family with indexers of its own are the model's.
+        indexers: Those of its layers; of a family with indexers of its own they are the model's.
         loss: Takes the arguments of `streamkl.indexer_kl`.
     """
 
     def __init__(
-        self, backbone: Any, family: Family, indexers: dict[int, Indexer], *, loss: Loss = indexer_kl
+        self, backbone: Any, family: Family, indexers: Indexers, *, loss: Loss = indexer_kl
     ) -> None:
         super().__init__()
         attention.register()
@@ -34,11 +34,9 @@ class Distiller(nn.Module):
         backbone.set_attn_implementation(attention.NAME)
         self.backbone = backbone
         self.family = family
-        self.indexers = nn.ModuleDict({str(number): indexer for number, indexer in indexers.items()})
-        for indexer in indexers.values():
-            indexer.requires_grad_(True)
+        self.indexers = indexers.requires_grad_(True)
         modules = family.attentions(backbone)
-        self.layers = [Layer(modules[number], family, indexer, loss) for number, indexer in indexers.items()]
+        self.layers = [Layer(modules[int(n)], family, indexers[n], loss) for n in indexers]  # pyright: ignore[reportArgumentType]
 
     def train(self, mode: bool = True) -> Distiller:
         """Leaves the frozen model as it is evaluated."""
