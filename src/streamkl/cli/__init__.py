@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from streamkl.cli import bench
+from streamkl.cli import bench, distill
 
 app = typer.Typer(
     help="Attention distillation by KL divergence, tile by tile.", no_args_is_help=True, add_completion=False
@@ -16,6 +16,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench.app, name="bench")
+app.command(name="distill")(distill.command())
 
 
 def _show_version(wanted: bool) -> None:

@@ -37,6 +37,7 @@ class Distiller(nn.Module):
         self.indexers = indexers.requires_grad_(True)
         modules = family.attentions(backbone)
         self.layers = [Layer(modules[int(n)], family, indexers[n], loss) for n in indexers]  # pyright: ignore[reportArgumentType]
+        self.finite = torch.ones(len(self.layers), dtype=torch.bool)
 
     def train(self, mode: bool = True) -> Distiller:
         """Leaves the frozen model as it is evaluated."""
@@ -59,7 +60,9 @@ class Distiller(nn.Module):
         for layer in self.layers:
             assert layer.loss is not None, "every attention module was called"
             losses.append(layer.loss)
-        return {"loss": torch.stack(losses).sum()}
+        stacked = torch.stack(losses)
+        self.finite = self.finite.to(stacked.device) & stacked.detach().isfinite()
+        return {"loss": stacked.sum()}
 
     def measure(self, topk: int) -> None:
         """Measures recall and mass with so many keys from the next batch on; 0 for no longer."""
@@ -73,6 +76,8 @@ class Distiller(nn.Module):
             for layer in self.layers
         }
 
-    def broken(self) -> list[int]:
-        """The layers whose last loss was not finite."""
-        return [layer.number for layer in self.layers if layer.loss is not None and not layer.loss.isfinite()]
+    def take_broken(self) -> list[int]:
+        """The layers that had a loss that was not finite since this was last asked."""
+        broken = [layer.number for layer, finite in zip(self.layers, self.finite.tolist(), strict=True) if not finite]
+        self.finite = torch.ones(len(self.layers), dtype=torch.bool)
+        return broken

@@ -28,7 +28,7 @@ class Settings:
 
     model: str = _told("", "The frozen model: a folder, or a name on the hub.")
     text: list[str] = _told(
-        [], "A file of text, a .jsonl file, a folder of such, or dataset:NAME[@SPLIT]; may be given several times."
+        [], "A file of text, a .jsonl file, a folder of such, or dataset:NAME@SPLIT; may be given several times."
     )
     output: str = _told("", "The folder that checkpoints, curves and the trained indexers are written to.")
     field: str = _told("text", "The field of a JSONL line or of a dataset's row that has the text.")
@@ -53,6 +53,7 @@ class Settings:
     max_grad_norm: float = _told(0.0, "Gradients of all layers together are clipped to it; 0 for not at all.")
     seed: int = _told(0, "Of the indexers' weights and of the order of sequences.")
     topk: int = _told(0, "Keys that recall and covered mass are measured with; an eighth of the length if 0.")
+    block: int = _told(64, "Queries that share a list of keys where the trained indexers are used.")
     log_every: int = _told(10, "Steps between two lines of the log, for which recall and mass are measured.")
     save_every: int = _told(100, "Steps between two checkpoints.")
     keep: int = _told(2, "How many checkpoints are kept.")
@@ -74,7 +75,7 @@ class Settings:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}: got {getattr(self, name)!r}")
-        for name in ("length", "steps", "batch", "accumulation", "heads", "head_dim", "log_every", "save_every", "keep"):
+        for name in ("length", "steps", "batch", "accumulation", "heads", "head_dim", "block", "log_every", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
         if not 0 <= self.needles <= 1:
@@ -89,7 +90,7 @@ class Settings:
 
     def training(self) -> dict[str, Any]:
         """What decides the trained weights, as JSON has it: a run is resumed with the same."""
-        free = {"output", "resume", "dry_run", "report_to", "log_every", "save_every", "keep", "topk", "device", "set"}
+        free = {"output", "resume", "dry_run", "report_to", "log_every", "save_every", "keep", "topk", "block", "device", "set"}
         return {name: value for name, value in asdict(self).items() if name not in free | {"threads", "max_skipped"}}
 
 
