@@ -53,3 +53,26 @@ def settings(model: Path, text: Path | list[str], output: Path, **options: Any) 
         "save_every": 3, "warmup": 2, "set": ["disable_tqdm=true"],
     }  # fmt: skip
     return Settings(model=str(model), text=named, output=str(output), **{**small, **options})
+
+
+LATENT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 16,
+    "moe_intermediate_size": 16, "num_experts_per_tok": 2, "norm_topk_prob": True, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def deepseek_v32(folder: Path) -> Path:
+    """Two layers with indexers of their own."""
+    from transformers import DeepseekV32Config
+
+    return save(folder, DeepseekV32Config(num_hidden_layers=2, **LATENT))
+
+
+def glm_moe_dsa(folder: Path) -> Path:
+    """Three layers, the second of which shares the lists of the first."""
+    from transformers import GlmMoeDsaConfig
+
+    return save(folder, GlmMoeDsaConfig(num_hidden_layers=3, indexer_types=["full", "shared", "full"], **LATENT))

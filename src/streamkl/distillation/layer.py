@@ -70,7 +70,8 @@ class Layer:
         index = index._replace(index_q=index.index_q.to(query.dtype), index_k=index.index_k.to(query.dtype))
         if not (lse.isfinite().all() and index.index_q.isfinite().all() and index.index_k.isfinite().all()):
             # A loss that every parameter has a gradient of, as ranks that reduce gradients wait for.
-            self.loss = torch.stack([p.sum() for p in self.indexer.parameters()]).sum() * torch.nan
+            with torch.enable_grad():
+                self.loss = torch.stack([p.sum() for p in self.indexer.parameters()]).sum() * torch.nan
             return
         with torch.enable_grad():
             self.loss = self._kl(

@@ -11,6 +11,8 @@ from streamkl.text import TextError, documents
 
 DATASET = "dataset:"
 """What a source of the ``datasets`` library begins with: ``dataset:NAME`` or ``dataset:NAME@SPLIT``."""
+PART = 1 << 17
+"""How many characters are tokenized at a time."""
 
 
 def packed(tokenizer: Any, sources: list[str], length: int, most: int, *, field: str, encoding: str) -> np.ndarray:
@@ -52,7 +54,7 @@ def _texts(sources: list[str], field: str, encoding: str) -> Iterator[tuple[bool
     """Texts in the order of their sources, each with whether a document starts with it."""
     files = [source for source in sources if not source.startswith(DATASET)]
     if files:
-        for document in documents(files, field=field, encoding=encoding):
+        for document in documents(files, field=field, encoding=encoding, part=PART):
             yield document.part == 0, document.text
     for source in sources:
         if source.startswith(DATASET):

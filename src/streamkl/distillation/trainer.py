@@ -57,7 +57,7 @@ class DistillationTrainer(Trainer):
         self.distiller, self.about, self.topk, self.block, self.keep = model, about, topk, block, keep
         self.output = Path(args.output_dir or ".")
         self.curves: Curves | None = None
-        self._staging = False
+        self._staging, self._first_step = False, 0
         super().__init__(model, args, train_dataset=train_dataset)
         self.skip = SkipNotFinite(model, max_skipped)
         self.add_callback(self.skip)
@@ -95,13 +95,10 @@ class DistillationTrainer(Trainer):
     def _write_curves(self, line: dict[str, Any]) -> None:
         try:
             if self.curves is None:
-                resumed = min(self.state.global_step - 1, self._first_step)
-                self.curves = Curves(self.output, resumed)
+                self.curves = Curves(self.output, self._first_step)
             self.curves.add(_with_nulls(line))
         except OSError as error:
             raise self._failed("the curves", error) from error
-
-    _first_step = 0
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the indexers, and nothing of the frozen model."""
