@@ -64,7 +64,7 @@ def measure(cell: Cell, contestant: str, backend: str, device: str, threads: int
         for x in inputs.values():
             x.grad = None
     before_call = peak_resident()
-    before = _start_counting(device)
+    before = start_counting(device)
     start = time.perf_counter()
     result = call()
     loss = result.item() if result.numel() == 1 else None
@@ -83,7 +83,7 @@ def peak_resident() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _start_counting(device: str) -> int:
+def start_counting(device: str) -> int:
     """Bytes in use now. Forgets earlier peaks where the system can, and hands back what malloc only keeps."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()

@@ -27,6 +27,7 @@ class Layer:
         row_weight: ``[B, N]``: of the batch under way, set by the model before it runs.
         topk: How many keys recall and mass of the batch under way are measured with; 0 for not at all.
         loss: Of the batch that ran last, with its graph; NaN if the layer's activations were not finite.
+        divergence: Computes the loss; takes the arguments of `streamkl.indexer_kl`.
         figures: ``recall`` and ``mass`` of the last measured batch.
     """
 
@@ -37,7 +38,7 @@ class Layer:
         self.topk = 0
         self.loss: Tensor | None = None
         self.figures: dict[str, float] = {}
-        self._kl = loss
+        self.divergence = loss
         self._inputs: Inputs | None = None
         own: Any = module
         own.streamkl_distilled = self
@@ -74,7 +75,7 @@ class Layer:
                 self.loss = torch.stack([p.sum() for p in self.indexer.parameters()]).sum() * torch.nan
             return
         with torch.enable_grad():
-            self.loss = self._kl(
+            self.loss = self.divergence(
                 query, key, *index, activation=self.indexer.activation, teacher_scale=scale, teacher_lse=lse,
                 row_weight=self.row_weight,
             )  # fmt: skip

@@ -26,6 +26,7 @@ FORMS = (
      "For the {thing}, {name} wrote down {number}"),
 )  # fmt: skip
 """The sentence that is hidden, the question, and the answer."""
+ASKED = "\n\nQuestion: {question}\nAnswer: {answer}"
 
 
 class Sample(NamedTuple):
@@ -40,25 +41,32 @@ class Sample(NamedTuple):
     asked: int
 
 
+def check(tokenizer: Any, length: int) -> None:
+    """Raises a ``ValueError`` if a sequence may be too short to hide something in."""
+    words = {"name": max(NAMES, key=len), "thing": max(THINGS, key=len), "number": 99999}
+    needed = max(
+        2 * len(_tokens(tokenizer, f" {sentence} ".format(**words)))
+        + len(_tokens(tokenizer, ASKED.format(question=question, answer=answer).format(**words)))
+        for sentence, question, answer in FORMS
+    )
+    if length < needed:
+        raise ValueError(f"needles need sequences of {needed} tokens or more: got a length of {length}")
+
+
 def hide(tokenizer: Any, ids: np.ndarray, seed: int) -> Sample:
     """Hides a needle in a sequence, and asks for it at its end; what no longer fits is left out of the end of the text.
 
     Args:
         tokenizer: Of transformers.
-        ids: ``[length]``: the text's tokens.
+        ids: ``[length]``: the text's tokens, as many as `check` asks for.
         seed: Decides name, number, form and place.
-
-    Raises:
-        ValueError: The sequence is too short to hide something in.
     """
     draw = random.Random(seed)
     words = {"name": draw.choice(NAMES), "thing": draw.choice(THINGS), "number": draw.randint(10000, 99999)}
     sentence, question, answer = (form.format(**words) for form in draw.choice(FORMS))
     needle = _tokens(tokenizer, f" {sentence} ")
-    asked = _tokens(tokenizer, f"\n\nQuestion: {question}\nAnswer: {answer}")
+    asked = _tokens(tokenizer, ASKED.format(question=question, answer=answer))
     room = len(ids) - len(needle) - len(asked)
-    if room < len(needle):
-        raise ValueError(f"needles need sequences of more than {len(asked) + 2 * len(needle)} tokens: got {len(ids)}")
     at = draw.randint(0, room)
     return Sample(np.concatenate((ids[:at], needle, ids[at:room], asked)), len(ids) - len(asked))
 

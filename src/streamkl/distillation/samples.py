@@ -39,6 +39,8 @@ class Samples(Dataset):
     ) -> None:
         self.sequences, self.count, self.seed = sequences, count, seed
         self.tokenizer, self.share, self.answer_weight, self.late = tokenizer, share, answer_weight, late
+        if share:
+            needles.check(tokenizer, sequences.shape[1])
         self._order = functools.lru_cache(maxsize=2)(self._draw_order)
 
     def __len__(self) -> int:
