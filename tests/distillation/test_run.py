@@ -61,8 +61,8 @@ def test_a_run_that_is_never_finite_stops_with_the_name_of_the_layer(tiny: Any, 
     from streamkl.distillation.trainer import NotFiniteError
 
     settings = tiny.settings(broken(tiny, tmp_path, ord("a")), prose, tmp_path / "run", max_skipped=2)
-    with warnings.catch_warnings(), pytest.raises(NotFiniteError, match="step 3: .* from layer 0 on; 3 steps in a row"):
-        warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # until the end of the test, as pytest has it
+    with pytest.raises(NotFiniteError, match=r"step 3: .* from layer 0 on; 3 steps in a row"):
         distill(settings)
 
 
@@ -92,7 +92,9 @@ def test_a_run_goes_on_only_if_told_to_and_only_with_the_same_settings_and_text(
         distill(tiny.settings(llama, other, run, steps=3, resume=True))
 
 
-def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(tiny: Any, llama: Path, prose: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(
+    tiny: Any, llama: Path, prose: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     distill(tiny.settings(llama, prose, run, steps=4, save_every=1, keep=4))
     assert checkpoints.latest(run) == run / "checkpoint-4"

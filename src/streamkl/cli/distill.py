@@ -45,9 +45,7 @@ def command() -> Callable[..., None]:
         listed = field.default is dataclasses.MISSING
         option = typer.Option([] if listed else field.default, help=texts[field.name])
         parameters.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hints[field.name]
-            )
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hints[field.name])
         )
     distill.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     distill.__annotations__ = {p.name: p.annotation for p in parameters}

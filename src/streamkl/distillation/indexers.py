@@ -31,7 +31,9 @@ def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> In
         else:
             own = family.indexer(attention)
             if own is not None:
-                indexers[str(number)] = own.float()  # optimizers want float32; other weights of the model stay as they are
+                indexers[str(number)] = (
+                    own.float()
+                )  # optimizers want float32; other weights of the model stay as they are
     if not indexers:
         raise ValueError(f"no layer of this {family.name} model attends to all keys: there is nothing to distill")
     return indexers

@@ -24,9 +24,7 @@ class Distiller(nn.Module):
         loss: Takes the arguments of `streamkl.indexer_kl`.
     """
 
-    def __init__(
-        self, backbone: Any, family: Family, indexers: Indexers, *, loss: Loss = indexer_kl
-    ) -> None:
+    def __init__(self, backbone: Any, family: Family, indexers: Indexers, *, loss: Loss = indexer_kl) -> None:
         super().__init__()
         attention.register()
         backbone.requires_grad_(False)

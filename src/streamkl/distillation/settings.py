@@ -15,11 +15,11 @@ CHOICES = {
 """Settings that are one of a few words."""
 
 
-def _told(default: Any, help: str) -> Any:
+def _told(default: Any, what: str) -> Any:
     """A field with its default and what ``--help`` says of it."""
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+        return field(default_factory=lambda: list(default), metadata={"help": what})
+    return field(default=default, metadata={"help": what})
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Settings:
     """A distillation run. Every field is a flag of ``streamkl distill`` and a key of its YAML file."""
 
     model: str = _told("", "The frozen model: a folder, or a name on the hub.")
-    text: list[str] = _told(
+    text: list[str] = _told(  # noqa: RUF009
         [], "A file of text, a .jsonl file, a folder of such, or dataset:NAME@SPLIT; may be given several times."
     )
     output: str = _told("", "The folder that checkpoints, curves and the trained indexers are written to.")
@@ -57,12 +57,14 @@ class Settings:
     log_every: int = _told(10, "Steps between two lines of the log, for which recall and mass are measured.")
     save_every: int = _told(100, "Steps between two checkpoints.")
     keep: int = _told(2, "How many checkpoints are kept.")
-    report_to: list[str] = _told([], "What else is logged to, such as tensorboard or wandb; may be given several times.")
+    report_to: list[str] = _told(
+        [], "What else is logged to, such as tensorboard or wandb; may be given several times."
+    )
     on_nan: str = _told("skip", "What a step does whose gradients are not finite: skip, or stop.")
     max_skipped: int = _told(10, "Steps in a row that may be skipped before the run stops.")
     device: str = _told("auto", "auto, or cpu where an accelerator is not wanted.")
     threads: int = _told(0, "CPU threads; what torch takes if 0.")
-    set: list[str] = _told([], "NAME=VALUE for any other argument of transformers' TrainingArguments.")
+    set: list[str] = _told([], "NAME=VALUE: any other of transformers' TrainingArguments.")  # noqa: RUF009
     resume: bool = _told(False, "Go on from the last complete checkpoint in the output folder.")
     dry_run: bool = _told(False, "Run three steps, print what memory and time the whole run would take, write nothing.")
 
@@ -75,7 +77,18 @@ class Settings:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}: got {getattr(self, name)!r}")
-        for name in ("length", "steps", "batch", "accumulation", "heads", "head_dim", "block", "log_every", "save_every", "keep"):
+        for name in (
+            "length",
+            "steps",
+            "batch",
+            "accumulation",
+            "heads",
+            "head_dim",
+            "block",
+            "log_every",
+            "save_every",
+            "keep",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
         if not 0 <= self.needles <= 1:
@@ -90,7 +103,19 @@ class Settings:
 
     def training(self) -> dict[str, Any]:
         """What decides the trained weights, as JSON has it: a run is resumed with the same."""
-        free = {"output", "resume", "dry_run", "report_to", "log_every", "save_every", "keep", "topk", "block", "device", "set"}
+        free = {
+            "output",
+            "resume",
+            "dry_run",
+            "report_to",
+            "log_every",
+            "save_every",
+            "keep",
+            "topk",
+            "block",
+            "device",
+            "set",
+        }
         return {name: value for name, value in asdict(self).items() if name not in free | {"threads", "max_skipped"}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ class SkipNotFinite(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Takes up the count of the run that is resumed."""
-        self.skipped = next((x["skipped"] for x in reversed(state.log_history) if "skipped" in x), 0)
+        self.skipped = int(next((x["skipped"] for x in reversed(state.log_history) if "skipped" in x), 0))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -184,8 +185,8 @@ class SkipNotFinite(TrainerCallback):
         """After the gradients of all processes were reduced, so that they all decide alike."""
         broken = self.model.take_broken()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-        if not broken and all(norm.isfinite() for norm in norms):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not broken and norm.isfinite():
             self.in_a_row = 0
             return
         for parameter in parameters:
@@ -194,10 +195,10 @@ class SkipNotFinite(TrainerCallback):
         where = f"layer {broken[0]}" if broken else "another process, or the backward of a layer"
         what = f"step {state.global_step + 1}: gradients are not finite, from {where} on"
         if self.in_a_row > self.most:
-            raise NotFiniteError(f"{what}; {self.in_a_row} steps in a row are: look at the model's dtype and at the text")
+            raise NotFiniteError(
+                f"{what}; {self.in_a_row} steps in a row are: look at the model's dtype and at the text"
+            )
         if args.should_log:
-            import warnings
-
             warnings.warn(f"{what}; the step is skipped ({self.skipped} so far)", RuntimeWarning, stacklevel=2)
 
 
