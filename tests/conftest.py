@@ -29,6 +29,7 @@ TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seeds", type=int, default=300, help="how many seeded problems the fuzz runs")
     parser.addoption("--fuzz-from", type=int, default=0, help="the first seed of the fuzz")
+    parser.addoption("--needles", type=int, default=2, help="how many numbers a real model looks for in prose")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -19,10 +19,10 @@ def test_files_folders_and_json_lines_are_read_in_order(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", "\ufeffone\r\ntwo\rthree")
     write(tmp_path / "a.jsonl", '{"text": "first"}\n\n"second"\n')
     write(tmp_path / "ignored.md", "not text of ours")
-    assert [tuple(d) for d in documents([tmp_path])] == [
-        ("a.jsonl:1", 0, "first"),
-        ("a.jsonl:3", 0, "second"),
-        ("b.txt", 0, "one\ntwo\nthree"),
+    assert [(d.file.name, *d[1:]) for d in documents([tmp_path])] == [
+        ("a.jsonl", 1, 0, "first"),
+        ("a.jsonl", 3, 0, "second"),
+        ("b.txt", 0, 0, "one\ntwo\nthree"),
     ]
     assert [d.text for d in documents([tmp_path / "ignored.md"])] == ["not text of ours"]
     assert [d.text for d in documents([write(tmp_path / "c.jsonl", '{"body": "x"}')], field="body")] == ["x"]

@@ -31,12 +31,14 @@ class Document(NamedTuple):
     """A document, or a part of a long one.
 
     Attributes:
-        name: The file, and for JSON lines the number of the line: ``books.jsonl:17``. Parts have one name.
+        file: The file that it is from.
+        line: The number of its line in a file of JSON lines, from 1; 0 for a file that is one document.
         part: 0 for the first part, 1 for the next.
         text: At most `PART` characters, not all of them spaces.
     """
 
-    name: str
+    file: Path
+    line: int
     part: int
     text: str
 
@@ -92,14 +94,12 @@ def documents(
     found = files(paths)
     empty = True
     for path in found:
-        whole = (
-            _lines(path, field, encoding) if path.suffix == ".jsonl" else [(path.name, _pieces(path, encoding, part))]
-        )
-        for name, pieces in whole:
+        whole = _lines(path, field, encoding) if path.suffix == ".jsonl" else [(0, _pieces(path, encoding, part))]
+        for line, pieces in whole:
             texts = (text for text in _parts(pieces, part) if not text.isspace())
             for number, text in enumerate(texts):
                 empty = False
-                yield Document(name, number, text)
+                yield Document(path, line, number, text)
     if empty:
         raise TextError(f"no text in {_named(found)}")
 
@@ -133,8 +133,8 @@ def _pieces(path: Path, encoding: str, size: int) -> Iterator[str]:
                 return
 
 
-def _lines(path: Path, field: str, encoding: str) -> Iterator[tuple[str, Iterable[str]]]:
-    """The name and text of each line of JSON that has text."""
+def _lines(path: Path, field: str, encoding: str) -> Iterator[tuple[int, Iterable[str]]]:
+    """The number and the text of each line of JSON that has text."""
     read = 0
     with path.open("rb") as handle:
         for number in itertools.count(1):
@@ -149,7 +149,7 @@ def _lines(path: Path, field: str, encoding: str) -> Iterator[tuple[str, Iterabl
             line = _decode(_decoder(encoding), data, path, read, final=True)
             read += len(data)
             if not line.isspace():
-                yield f"{path.name}:{number}", [_text_of(line, field, path, number)]
+                yield number, [_text_of(line, field, path, number)]
 
 
 def _text_of(line: str, field: str, path: Path, number: int) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import typer
 
-from streamkl.cli import bench, distill
+from streamkl.cli import bench, distill, evaluate, lm_eval
+from streamkl.cli.many import ManyValues
 
 app = typer.Typer(
     help="Attention distillation by KL divergence, tile by tile.", no_args_is_help=True, add_completion=False
@@ -16,7 +17,10 @@ app = typer.Typer(
 
 
 app.add_typer(bench.app, name="bench")
-app.command(name="distill")(distill.command())
+app.command(name="distill", cls=ManyValues)(distill.command())
+app.command(cls=ManyValues)(evaluate.oracle)
+app.command(cls=ManyValues)(evaluate.evaluate)
+app.command("lm-eval", context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)
 
 
 def _show_version(wanted: bool) -> None:

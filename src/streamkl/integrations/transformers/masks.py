@@ -21,8 +21,15 @@ from streamkl.integrations.transformers.layout import Layout
 class Mask:
     """The arguments of a mask, from which a layer takes the form that it needs.
 
-    A model makes it once a forward for all layers of a kind, and hands it to them as their attention mask.
+    A model makes it once a forward for all layers of a kind, and hands it to them as their attention mask. For a static
+    cache ``generate`` makes it ahead, and asks of it what it would ask of a tensor.
     """
+
+    ndim = 4
+
+    def contiguous(self) -> Mask:
+        """Itself."""
+        return self
 
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
@@ -39,7 +46,7 @@ class Mask:
             cu_seqlens: ``[sequences + 1]``: where the sequences of a batch of one row start, and the end.
         """
         a = self._arguments
-        if self._told or a["mask_function"] is not causal_mask_function or a["attention_mask"] is not None:
+        if self._told or a["attention_mask"] is not None:
             return
         self._told = True
         if int(a["q_offset"]) == 0:
@@ -79,7 +86,8 @@ class Mask:
             if padding is not None:
                 padding = padding[:, first : first + keys]
                 padding = None if bool(padding.all()) else padding
-            starts = self._found_starts() if self._starts is None else self._starts
+            found = self._found_starts()
+            starts = found if self._starts is None else self._starts
             self._layouts[device] = Layout.of(a["batch_size"], rows, keys, padding, starts).to(device)
         return self._layouts[device]
 
@@ -137,6 +145,8 @@ def streamkl_mask(
     """The mask of every attention implementation of StreamKL, as ``AttentionMaskInterface`` wants it."""
     if isinstance(attention_mask, Mask):  # ``generate`` may have made it ahead of the model
         return attention_mask
+    if isinstance(q_offset, Tensor):  # a static cache's own counter, which counts on
+        q_offset = q_offset.clone()
     return Mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, device=device, **arguments,

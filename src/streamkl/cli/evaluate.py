@@ -1,0 +1,176 @@
+"""``streamkl oracle`` and ``streamkl evaluate``: how sparse a model can be, and what a selector costs and gains."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="A model of transformers: a folder, or a name.")]
+Text = Annotated[list[Path], typer.Option(help="Files of text or JSON lines, or folders of them.")]
+Tasks = Annotated[list[str], typer.Option(help="needle, multikey, tracking, perplexity.")]
+Lengths = Annotated[list[int], typer.Option(help="Tokens of a context, exactly.")]
+Budgets = Annotated[list[int], typer.Option(help="How many keys a list has.")]
+Blocks = Annotated[list[int], typer.Option(help="How many queries share a list.")]
+Selectors = Annotated[list[str], typer.Option(help="oracle, window, random.")]
+Indexers = Annotated[list[Path], typer.Option(help="Folders of indexers, as `streamkl distill` writes them.")]
+Contexts = Annotated[int, typer.Option(min=0, help="How many contexts of each length each task with answers has.")]
+Segments = Annotated[int, typer.Option(min=0, help="How many passages of each length are scored for perplexity.")]
+LayerSegments = Annotated[int, typer.Option(min=0, help="On how many passages every layer's lists are looked at.")]
+Seed = Annotated[int, typer.Option(help="Of the contexts: the same for every method, and for every run.")]
+Decode = Annotated[str, typer.Option(help="sparse: answers are selected for, token by token. dense: the prompt alone.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Field = Annotated[str, typer.Option(help="The name of the text in JSON lines.")]
+Encoding = Annotated[str, typer.Option(help="Of the text.")]
+Output = Annotated[Path, typer.Option(help="The folder of the report; a run that ended early goes on there.")]
+
+TASKS, LENGTHS, BUDGETS, BLOCKS = ["needle", "perplexity"], [2048], [64, 128, 256, 512], [1, 64]
+
+
+def oracle(
+    model: Model,
+    text: Text,
+    tasks: Tasks = TASKS,
+    lengths: Lengths = LENGTHS,
+    budgets: Budgets = BUDGETS,
+    blocks: Blocks = BLOCKS,
+    selectors: Selectors = ["oracle", "window", "random"],  # noqa: B006
+    contexts: Contexts = 200,
+    segments: Segments = 40,
+    layer_segments: LayerSegments = 2,
+    seed: Seed = 0,
+    decode: Decode = "sparse",
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    field: Field = "text",
+    encoding: Encoding = "utf-8",
+    output: Output = Path("oracle-report"),
+) -> None:
+    """Says how sparse a model can be: the best keys of every query, with a window and chance beside them.
+
+    Needs no training. It can be interrupted; the same command goes on where it was.
+    """
+    sys.exit(_run(**{**locals(), "indexers": []}))
+
+
+def evaluate(
+    model: Model,
+    text: Text,
+    indexers: Indexers = [],  # noqa: B006
+    tasks: Tasks = TASKS,
+    lengths: Lengths = LENGTHS,
+    budgets: Budgets = [256, 512],  # noqa: B006
+    blocks: Blocks = BLOCKS,
+    selectors: Selectors = ["oracle", "window"],  # noqa: B006
+    contexts: Contexts = 200,
+    segments: Segments = 40,
+    layer_segments: LayerSegments = 2,
+    seed: Seed = 0,
+    decode: Decode = "sparse",
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    field: Field = "text",
+    encoding: Encoding = "utf-8",
+    output: Output = Path("report"),
+) -> None:
+    """Says what indexers cost and gain: dense attention, folders of indexers and selectors on the same contexts.
+
+    It can be interrupted; the same command goes on where it was, and one with more contexts or methods adds to it.
+    """
+    sys.exit(_run(**locals()))
+
+
+def _run(**given: Any) -> int:
+    """Runs, and returns the exit code."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    try:
+        plan, names = _plan(given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        import torch
+        import transformers
+
+        from streamkl.bench import machine
+        from streamkl.evaluation import report
+        from streamkl.evaluation.haystack import Haystack
+        from streamkl.evaluation.run import Evaluation
+        from streamkl.evaluation.subject import Subject
+        from streamkl.integrations.transformers.folder import MARKER
+    except ImportError as error:
+        console.print(f"this command needs transformers: pip install 'streamkl[hf,bench]' ({error})", markup=False)
+        return 1
+    transformers.logging.set_verbosity_error()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
+        haystack = Haystack.read(given["text"], tokenizer, field=given["field"], encoding=given["encoding"])
+        with console.status(f"loading {given['model']}"):
+            subject = Subject(
+                given["model"], names, dtype=getattr(torch, given["dtype"]), device=given["device"],
+                decode=given["decode"],
+            )  # fmt: skip
+        digests = {name: hashlib.sha256((path / MARKER).read_bytes()).hexdigest()[:16] for name, path in names.items()}
+        evaluation = Evaluation(plan, subject, haystack, {"model": Path(given["model"]).name, "indexers": digests})
+        evaluation.check()
+        done = _progress(evaluation, given["output"], console)
+        threads = f"{torch.get_num_threads()} threads"
+        written = report.write(given["output"], {**machine.facts(subject.model.device), "threads": threads})
+    except (ValueError, OSError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    for path in written:
+        typer.echo(str(path))
+    if not done:
+        console.print("Interrupted: the report is of what was done. The same command goes on from here.")
+    return 0 if done else 130
+
+
+def _progress(evaluation: Any, output: Path, console: Any) -> bool:
+    """Runs under a progress bar; False if the user stopped it."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        try:
+            evaluation.run(output, progress)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
+    """The plan, and the folders of indexers by name.
+
+    Raises:
+        ValueError: A name or a number is none that there is.
+    """
+    from streamkl.evaluation.methods import SELECTORS
+    from streamkl.evaluation.plan import Plan
+
+    for option, allowed in (("decode", ("dense", "sparse")), ("dtype", ("bfloat16", "float16", "float32"))):
+        if given[option] not in allowed:
+            raise ValueError(f"--{option} is one of {', '.join(allowed)}: got {given[option]!r}")
+    for selector in given["selectors"]:
+        if selector not in SELECTORS:
+            raise ValueError(f"--selectors are of {', '.join(SELECTORS)}: got {selector!r}")
+    paths = dict.fromkeys(given["indexers"])
+    alone = len({path.name for path in paths}) == len(paths)
+    names = {path.resolve().name if alone else str(path): path for path in paths}
+    numbers = {name: tuple(given[name]) for name in ("tasks", "lengths", "budgets", "blocks")}
+    rest = {name: given[name] for name in ("contexts", "segments", "layer_segments", "seed")}
+    return Plan(**numbers, selectors=(*given["selectors"], *names), **rest), names

@@ -1,0 +1,25 @@
+"""``streamkl lm-eval``: lm-eval with our attention registered."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""All words, ``--help`` too, are lm-eval's."""
+
+
+def lm_eval(context: typer.Context) -> None:
+    """Runs lm-eval on a sparse model: --model_args pretrained=FOLDER,selector=oracle,topk=256,block=64.
+
+    With indexers=FOLDER in place of a selector, those select. All other arguments are lm-eval's.
+    """
+    try:
+        from streamkl.evaluation import harness
+    except ImportError as error:
+        sys.exit(f"this command needs transformers and lm-eval: pip install 'streamkl[hf,eval]' ({error})")
+    try:
+        harness.main(context.args)
+    except ValueError as error:
+        sys.exit(str(error))

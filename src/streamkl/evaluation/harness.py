@@ -1,0 +1,61 @@
+"""``streamkl`` as a model of lm-eval: a model of transformers with sparse attention. Needs the ``eval`` extra."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from streamkl.evaluation.methods import SELECTORS, Method
+from streamkl.integrations.transformers import load_indexers, sparsify
+
+NAME = "streamkl"
+
+
+@register_model(NAME)
+class SparseLM(HFLM):
+    """lm-eval's ``hf`` with selected keys; further ``model_args`` are those of ``hf``.
+
+    Args:
+        pretrained: A name or a folder.
+        selector: ``oracle``, ``window`` or ``random``; if not given, the indexers, or what the model was saved with.
+        topk: How many keys a list has; 256 with a selector, what the indexers were saved with without.
+        block: How many queries share a list; 64, or the same.
+        indexers: A folder of indexers.
+        decode: ``sparse`` or ``dense``: how the tokens after a prompt attend.
+        kwargs: As ``hf`` takes them.
+    """
+
+    def __init__(
+        self, pretrained: Any, selector: str | None = None, topk: int | None = None, block: int | None = None,
+        indexers: str | None = None, decode: Any = "sparse", **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(pretrained, **kwargs)
+        model: Any = self.model
+        if selector is not None and selector not in SELECTORS:
+            raise ValueError(f"selector must be one of {', '.join(SELECTORS)}: got {selector!r}")
+        if selector is not None:
+            sparsify(model, Method(selector, topk or 256, block or 64).make(), decode=decode)
+        elif indexers is not None:
+            loaded, saved = load_indexers(indexers, model)
+            activation = next(iter(loaded.values())).activation  # pyright: ignore[reportAttributeAccessIssue]
+            chosen = Method("indexer", topk or saved.topk, block or saved.block).make(activation)  # pyright: ignore
+            sparsify(model, chosen, loaded, decode=decode)
+        elif getattr(model, "streamkl", None) is None:
+            sparsify(model, decode=decode)  # a model with indexers of its own; for others it says what is missing
+
+
+def main(arguments: list[str]) -> None:
+    """Runs lm-eval's own command line, with ``--model streamkl`` unless a model is named.
+
+    Args:
+        arguments: As ``lm-eval`` takes them.
+    """
+    runs = not arguments or arguments[0] not in ("ls", "validate", "-h", "--help")
+    if runs and arguments and not any(word.split("=")[0] in ("--model", "-M") for word in arguments):
+        arguments = [*arguments, "--model", NAME]
+    sys.argv = ["lm-eval", *arguments]
+    cli_evaluate()

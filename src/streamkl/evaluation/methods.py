@@ -1,0 +1,50 @@
+"""What is compared: dense attention, and every selector with every budget and block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, Selector, WindowSelector
+
+SELECTORS = {"oracle": OracleSelector, "window": WindowSelector, "random": RandomSelector}
+"""Those that need no training, by name."""
+
+
+class Method(NamedTuple):
+    """Dense attention, or a way to select keys.
+
+    Attributes:
+        selector: ``dense``, a name of `SELECTORS`, or the name of a folder of indexers.
+        topk: The budget: how many keys a list has.
+        block: How many queries share a list.
+    """
+
+    selector: str
+    topk: int = 0
+    block: int = 0
+
+    @property
+    def name(self) -> str:
+        """As records have it: ``dense``, ``oracle k256 b64``."""
+        return self.selector if self == DENSE else f"{self.selector} k{self.topk} b{self.block}"
+
+    def make(self, activation: str | None = "relu") -> Selector:
+        """The selector; not for dense attention.
+
+        Args:
+            activation: Of the indexers, if it is one of theirs.
+        """
+        if self.selector in SELECTORS:
+            return SELECTORS[self.selector](self.topk, self.block)
+        return IndexerSelector(self.topk, self.block, activation)  # pyright: ignore[reportArgumentType]
+
+
+DENSE = Method("dense")
+
+
+def grid(selectors: Sequence[str], budgets: Sequence[int], blocks: Sequence[int], length: int) -> list[Method]:
+    """Dense attention and all combinations; a budget of ``length`` keys or more is dense attention and left out."""
+    found = [Method(*each) for each in itertools.product(selectors, budgets, blocks)]
+    return [DENSE, *(method for method in dict.fromkeys(found) if method.topk < length)]

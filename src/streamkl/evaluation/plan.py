@@ -1,0 +1,55 @@
+"""What a run goes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamkl.evaluation.methods import Method, grid
+from streamkl.evaluation.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        tasks: Names of ``TASKS``.
+        lengths: Tokens of a context.
+        selectors: Names of ``SELECTORS``, and of folders of indexers.
+        budgets: How many keys a list has.
+        blocks: How many queries share a list.
+        contexts: How many there are of each length and task with an answer.
+        segments: How many passages of each length are scored for perplexity.
+        layer_segments: On how many of these each layer's lists are looked at.
+        seed: Of the contexts.
+    """
+
+    tasks: tuple[str, ...] = ("needle", "perplexity")
+    lengths: tuple[int, ...] = (2048,)
+    selectors: tuple[str, ...] = ("oracle", "window", "random")
+    budgets: tuple[int, ...] = (256,)
+    blocks: tuple[int, ...] = (1, 64)
+    contexts: int = 200
+    segments: int = 40
+    layer_segments: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if task not in TASKS:
+                raise ValueError(f"a task is one of {', '.join(TASKS)}: got {task!r}")
+        for name in ("lengths", "budgets", "blocks"):
+            wrong = [number for number in getattr(self, name) if number < (2 if name == "lengths" else 1)]
+            if wrong or not getattr(self, name):
+                raise ValueError(
+                    f"{name} are numbers of at least {2 if name == 'lengths' else 1}: got {wrong or 'none'}"
+                )
+
+    @property
+    def largest_block(self) -> int:
+        """Whose last rows are scored apart."""
+        return max(self.blocks)
+
+    def methods(self, length: int) -> list[Method]:
+        """What is compared at a length."""
+        return grid(self.selectors, self.budgets, self.blocks, length)

@@ -1,0 +1,241 @@
+"""Pictures of a run. Needs matplotlib, from the ``bench`` extra."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Picture
+
+from streamkl.evaluation.methods import DENSE, Method
+from streamkl.evaluation.statistics import Estimate
+from streamkl.evaluation.summary import Figure, Gap, LayerFigure
+
+COLOURS = {"oracle": "#1f77b4", "window": "#d95f02", "random": "#7f7f7f"}
+MORE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e")
+"""Of selectors, and of folders of indexers."""
+
+NAMES = {"oracle": "oracle", "window": "window + sinks", "random": "random"}
+TASKS = {"needle": "needle", "multikey": "multi-key needle", "tracking": "variable tracking"}
+GAPS = {
+    "oracle": "oracle gap\n(budget)",
+    "indexer": "indexer gap\n(prediction)",
+    "realization": "realization gap\n(block)",
+}
+
+
+def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[LayerFigure], where: str) -> list[Path]:
+    """Writes the pictures that there are results for, and returns their paths."""
+    pictures = {
+        "frontier": lambda: frontier(figures), "quality": lambda: quality(figures), "gaps": lambda: gap_bars(gaps),
+        "layers": lambda: heat_map(layers),
+    }  # fmt: skip
+    written = []
+    for name, picture in pictures.items():
+        made = picture()
+        if made is not None:
+            made.text(0.995, 0.002, where, fontsize=6, color="grey", ha="right", va="bottom")
+            written.append(folder / f"{name}.png")
+            made.savefig(written[-1], dpi=150)
+            plt.close(made)
+    return written
+
+
+def quality(figures: list[Figure]) -> Picture | None:
+    """Quality against budget: a row a task, a column a length, a line for each selector and block."""
+    tasks, lengths = _tasks(figures), sorted({f.length for f in figures})
+    if not any(f.method != DENSE for f in figures):
+        return None
+    picture, grid = _grid(tasks, lengths, width=4.0, height=2.9)
+    for task, length, axes in grid:
+        here = [f for f in figures if (f.task, f.length) == (task, length)]
+        budgets = sorted({f.method.topk for f in here if f.method != DENSE})
+        lines = list(dict.fromkeys((f.method.selector, f.method.block) for f in here if f.method != DENSE))
+        for n, (selector, block) in enumerate(lines):
+            points = sorted((f for f in here if (f.method.selector, f.method.block) == (selector, block)), key=_budget)
+            shift = 1.02 ** (n - (len(lines) - 1) / 2)  # so that intervals do not hide one another
+            _line(axes, [f.method.topk * shift for f in points], [_shown(f) for f in points], points[0].method, figures)
+        _dense(axes, here, task)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(budgets, [str(budget) for budget in budgets])
+        axes.minorticks_off()
+        if budgets:
+            axes.set_xlim(budgets[0] / 1.3, budgets[-1] * 1.3)
+        if task == tasks[-1]:
+            axes.set_xlabel("keys of a list (budget)")
+    return _finish(picture, grid, "What a budget of keys is worth")
+
+
+def frontier(figures: list[Figure]) -> Picture | None:
+    """Quality against the time to the first token, a point a method, its budget beside it."""
+    tasks, lengths = _tasks(figures), sorted({f.length for f in figures})
+    if not any(f.method != DENSE for f in figures):
+        return None
+    picture, grid = _grid(tasks, lengths, width=4.4, height=3.1)
+    for task, length, axes in grid:
+        here = [f for f in figures if (f.task, f.length) == (task, length)]
+        for selector, block in dict.fromkeys((f.method.selector, f.method.block) for f in here if f.method != DENSE):
+            points = sorted((f for f in here if (f.method.selector, f.method.block) == (selector, block)), key=_budget)
+            _line(axes, [f.seconds for f in points], [_shown(f) for f in points], points[0].method, figures)
+            for f in (points[0], points[-1])[: len(points)]:
+                at = (f.seconds, _shown(f).value)
+                axes.annotate(f"{f.method.topk}", at, textcoords="offset points", xytext=(4, 4), fontsize=7)
+        for f in here:
+            if f.method == DENSE:
+                axes.plot(f.seconds, _shown(f).value, "*", color="black", markersize=12, label="dense", zorder=5)
+                axes.axvline(f.seconds, color="black", linewidth=0.8, linestyle=":")
+        _dense(axes, here, task, label=None)
+        axes.set_xscale("log")
+        _seconds_axis(axes, [f.seconds for f in here])
+        if task == tasks[-1]:
+            axes.set_xlabel("time to first token (s)")
+    return _finish(picture, grid, "The frontier: quality against time to first token; numbers are budgets")
+
+
+def gap_bars(gaps: list[Gap]) -> Picture | None:
+    """Each gap at each budget, with intervals: a row a task, a column a length."""
+    if not gaps:
+        return None
+    tasks, lengths = list(dict.fromkeys(g.task for g in gaps)), sorted({g.length for g in gaps})
+    kinds = [kind for kind in GAPS if any(g.kind == kind for g in gaps)]
+    picture, grid = _grid(tasks, lengths, width=1.6 + 1.5 * len(kinds), height=2.6)
+    budgets = sorted({g.topk for g in gaps})
+    for task, length, axes in grid:
+        for n, budget in enumerate(budgets):
+            shade = plt.get_cmap("viridis")(0.15 + 0.7 * n / max(1, len(budgets) - 1))
+            mine = [g for g in gaps if (g.task, g.length, g.topk) == (task, length, budget)]
+            for kind in kinds:
+                same = [g for g in mine if g.kind == kind]
+                for m, g in enumerate(same):
+                    at = kinds.index(kind) + 0.8 * ((n + (m + 0.5) / len(same)) / len(budgets) - 0.5)
+                    axes.bar(at, g.loss.value, 0.7 / len(budgets) / len(same), color=shade, label=f"k = {budget}")
+                    _interval(axes, at, g.loss, "#333333")
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(kinds)), [GAPS[kind] for kind in kinds], fontsize=8)
+        axes.set_ylabel("perplexity lost (%)" if task == "perplexity" else f"{TASKS.get(task, task)}: points lost")
+    return _finish(picture, grid, "Where quality goes: three gaps apart")
+
+
+def heat_map(layers: list[LayerFigure]) -> Picture | None:
+    """Recall and mass: a column a layer, a row a method."""
+    if not layers:
+        return None
+    numbers = sorted(layers[0].recall)
+    height = 1.4 + 0.24 * len(layers)
+    picture, panels = plt.subplots(
+        2, 1, figsize=(4 + 0.22 * len(numbers), 2 * height), layout="constrained", squeeze=False
+    )
+    several = len({f.length for f in layers}) > 1
+    names = [f"{f.method.name}{f' ({f.length:,})' if several else ''}" for f in layers]
+    for axes, name in zip(panels[:, 0], ("recall", "mass"), strict=True):
+        values = [[getattr(f, name)[n] for n in numbers] for f in layers]
+        image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.set_xticks(range(0, len(numbers), 2), numbers[::2], fontsize=7)
+        axes.set_title(
+            "recall of the oracle's keys" if name == "recall" else "attention mass on listed keys", fontsize=9
+        )
+        for row, line in enumerate(values):
+            axes.text(len(numbers) - 0.3, row, f"{sum(line) / len(line):.2f}", fontsize=7, va="center")
+        picture.colorbar(image, ax=axes, pad=0.07 if len(numbers) > 8 else 0.2)
+    panels[-1, 0].set_xlabel("layer (mean over layers at the right)")
+    picture.suptitle("What lists hold, layer by layer", fontsize=11)
+    return picture
+
+
+def _tasks(figures: list[Figure]) -> list[str]:
+    return list(dict.fromkeys(f.task for f in figures))
+
+
+def _grid(
+    tasks: Sequence[str], lengths: Sequence[int], width: float, height: float
+) -> tuple[Picture, list[tuple[str, int, Axes]]]:
+    size = (max(5.0, 0.6 + width * len(lengths)), 1.3 + height * len(tasks))
+    picture, panels = plt.subplots(len(tasks), len(lengths), figsize=size, layout="constrained", squeeze=False)
+    grid = [(task, length, panels[n, m]) for n, task in enumerate(tasks) for m, length in enumerate(lengths)]
+    for task, length, axes in grid:
+        axes.grid(alpha=0.3)
+        if task == tasks[0]:
+            axes.set_title(f"{length:,} tokens", fontsize=9)
+        if length == lengths[0]:
+            axes.set_ylabel(
+                "perplexity over dense (%)" if task == "perplexity" else f"{TASKS.get(task, task)}: right (%)"
+            )
+    return picture, grid
+
+
+def _shown(f: Figure) -> Estimate:
+    """Percent: of answers, or of perplexity over that of dense attention."""
+    return (f.change if f.task == "perplexity" else f.quality).scaled(100)
+
+
+def _dense(axes: Axes, here: list[Figure], task: str, label: str | None = "dense") -> None:
+    """A line where dense attention is, and the limits of a rate."""
+    for f in here:
+        if f.method == DENSE:
+            level = 0.0 if task == "perplexity" else 100 * f.quality.value
+            axes.axhline(level, color="black", linewidth=1, linestyle="--", label=label)
+    if task == "perplexity":
+        worst = max((_shown(f).value for f in here), default=1.0)
+        if worst > 60:  # a method that breaks the model would press all others to the floor
+            axes.set_yscale("symlog", linthresh=10)
+    else:
+        axes.set_ylim(-3, 103)
+
+
+def _line(axes: Axes, x: list[float], y: list[Estimate], method: Method, figures: list[Figure]) -> None:
+    colour, marker, style = _style(method, figures)
+    label = f"{NAMES.get(method.selector, method.selector)}, {_sharing(method.block)}"
+    filled = colour if method.block == 1 else "white"
+    axes.plot(
+        x, [e.value for e in y], marker=marker, linestyle=style, color=colour, markerfacecolor=filled, label=label
+    )
+    for at, estimate in zip(x, y, strict=True):
+        _interval(axes, at, estimate, colour)
+
+
+def _style(method: Method, figures: list[Figure]) -> tuple[str, str, str]:
+    others = list(dict.fromkeys(f.method.selector for f in figures if f.method.selector not in (*COLOURS, "dense")))
+    colours = {**COLOURS, **{name: MORE_COLOURS[n % len(MORE_COLOURS)] for n, name in enumerate(others)}}
+    blocks = sorted({f.method.block for f in figures if f.method != DENSE})
+    n = blocks.index(method.block)
+    return colours[method.selector], "osD^v"[n % 5], ("-", "--", ":", "-.")[n % 4]
+
+
+def _interval(axes: Axes, x: float, e: Estimate, colour: str) -> None:
+    if math.isfinite(e.low) and math.isfinite(e.high):
+        axes.plot([x, x], [e.low, e.high], color=colour, linewidth=1, alpha=0.6)
+
+
+def _seconds_axis(axes: Axes, seconds: list[float]) -> None:
+    """Ticks at round times within what was measured."""
+    low, high = min(seconds) / 1.4, max(seconds) * 1.4
+    ticks = [m * 10.0**e for e in range(-4, 5) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
+    axes.set_xlim(low, high)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def _sharing(block: int) -> str:
+    return "a list a query" if block == 1 else f"a list for {block} queries"
+
+
+def _budget(f: Figure) -> int:
+    return f.method.topk
+
+
+def _finish(picture: Picture, grid: list[tuple[str, int, Axes]], title: str) -> Picture:
+    """The message, and one legend for all panels."""
+    handles = {}
+    for _, _, axes in grid:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    picture.suptitle(title, fontsize=11)
+    return picture

@@ -1,0 +1,120 @@
+"""What was found, a line of JSON each, added as it is found, so that a run that ends early goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Record(NamedTuple):
+    """One context with one method, or one method's lists in each layer.
+
+    Attributes:
+        task: A name of ``TASKS``, or ``layers``.
+        length: Tokens of the context.
+        number: Of the context.
+        method: The name of the method.
+        found: What was measured, by name: ``right``, ``generated`` and ``answer``, or ``nll``, ``tokens``, ``nll_last``
+            and ``tokens_last``, and ``seconds`` of the prefill; for layers ``recall`` and ``mass``, a list each.
+    """
+
+    task: str
+    length: int
+    number: int
+    method: str
+    found: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What the record is of."""
+        return self[:4]
+
+
+class Records:
+    """The file of a run, ``results.jsonl`` in its folder. The first line says what the run is of.
+
+    Args:
+        folder: Is made if it is not there.
+        identity: All that a record depends on besides its key; under ``indexers``, the digests of folders by name, to
+            which a later run may add others.
+
+    Raises:
+        ValueError: The folder holds a run of something else.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "results.jsonl"
+        lines = _whole_lines(self.path)
+        there, records = _split(self.path, lines)
+        merged = identity if there is None else _merged(self.path, there, identity)
+        if merged != there:
+            _append(self.path, {"run": merged})
+        self._records = {record.key: record for record in records}
+
+    def __contains__(self, key: tuple[str, int, int, str]) -> bool:
+        return key in self._records
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: Record) -> None:
+        """Keeps a record, on disk too."""
+        _append(self.path, record._asdict())
+        self._records[record.key] = record
+
+
+def read(folder: Path) -> tuple[dict[str, Any], list[Record]]:
+    """What the run in a folder is of, and its records."""
+    there, records = _split(folder, _whole_lines(folder / "results.jsonl"))
+    if there is None:
+        raise ValueError(f"{folder} holds no run")
+    return there, records
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; a last one that was cut off as it was written is taken out of the file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+    return [json.loads(line) for line in data[:whole].splitlines()]
+
+
+def _split(path: Path, lines: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[Record]]:
+    """What the run is of, as its last line about it says, and the records."""
+    if lines and "run" not in lines[0]:
+        raise ValueError(f"{path} is not a file of results: choose another folder")
+    runs = [line["run"] for line in lines if "run" in line]
+    return runs[-1] if runs else None, [Record(**line) for line in lines if "run" not in line]
+
+
+def _merged(path: Path, there: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    """What both runs are of; indexers that only one of them has are no contradiction."""
+    old, new = (_flat(each) for each in (there, identity))
+    for name in sorted(old.keys() & new.keys()):
+        if old.get(name) != new.get(name):
+            raise ValueError(
+                f"{path} has results with {name} = {old.get(name)!r}, and this run has {new.get(name)!r}: "
+                f"choose another folder, or delete that one"
+            )
+    return {**identity, "indexers": {**there.get("indexers", {}), **identity.get("indexers", {})}}
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    """The digests of indexers beside all else."""
+    rest = {name: value for name, value in identity.items() if name != "indexers"}
+    return {**rest, **{f"indexers {name}": digest for name, digest in identity.get("indexers", {}).items()}}

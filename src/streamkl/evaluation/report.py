@@ -1,0 +1,186 @@
+"""The report of a run: ``report.md`` for people, ``report.json`` for programs, and the pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from streamkl.evaluation import records as files
+from streamkl.evaluation.methods import DENSE
+from streamkl.evaluation.statistics import Estimate
+from streamkl.evaluation.summary import Figure, Gap, LayerFigure, figures, gaps, layer_figures
+
+TITLES = {
+    "needle": "Needle: a number hidden in prose, asked for at the end",
+    "multikey": "Multi-key needle: several numbers are hidden, one is asked for",
+    "tracking": "Variable tracking: a value handed on from variable to variable",
+    "perplexity": "Perplexity of passages",
+}
+GAPS = {
+    "oracle": "oracle gap: dense attention to the best keys of every query (the budget)",
+    "indexer": "indexer gap: the best keys to those an indexer predicts (the prediction)",
+    "realization": "realization gap: a list a query to a list a block (the sharing)",
+}
+
+
+def write(folder: Path, facts: dict[str, str]) -> list[Path]:
+    """Writes the report of the run in a folder.
+
+    Args:
+        folder: Holds ``results.jsonl``.
+        facts: Where the run was made.
+
+    Returns:
+        The files that were written; pictures are among them if matplotlib is there.
+    """
+    run, records = files.read(folder)
+    shown, lost, layers = figures(records), gaps(records), layer_figures(records)
+    try:
+        from streamkl.evaluation import plots
+    except ImportError:
+        pictures: list[Path] = []
+    else:
+        pictures = plots.draw(folder, shown, lost, layers, f"{run.get('model', '')}, {run['dtype']}, {where(facts)}")
+    data = {
+        "run": run,
+        "machine": facts,
+        "figures": [figure._replace(method=figure.method.name)._asdict() for figure in shown],  # pyright: ignore
+        "gaps": [gap._asdict() for gap in lost],
+        "layers": [figure._replace(method=figure.method.name)._asdict() for figure in layers],  # pyright: ignore
+    }
+    (folder / "report.json").write_text(json.dumps(_plain(data), indent=1) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(markdown(run, facts, shown, lost, layers, pictures), encoding="utf-8")
+    return [folder / "report.md", folder / "report.json", *pictures]
+
+
+def markdown(
+    run: dict[str, Any], facts: dict[str, str], shown: list[Figure], lost: list[Gap], layers: list[LayerFigure],
+    pictures: list[Path],
+) -> str:  # fmt: skip
+    """The page."""
+    there = {path.stem: path.name for path in pictures}
+    lines = [f"# Sparse attention in {run.get('model', 'a model')}", ""]
+    lines += [
+        f"{run['dtype']}, seed {run['seed']}, tokens after the first attend {run['decode']}; {where(facts)}.", "",
+        "Every method was run on the same contexts. Answers are generated, the likeliest token each time. Intervals "
+        "are of 95%: Wilson's for a rate, Newcombe's for the difference of two rates on the same contexts, Student's "
+        "over passages for perplexity. The time is the median of the prefills, on this machine.", "",
+    ]  # fmt: skip
+    if "frontier" in there:
+        lines += [f"![Quality against time to first token]({there['frontier']})", ""]
+    if "quality" in there:
+        lines += [f"![Quality against budget]({there['quality']})", ""]
+    for task in dict.fromkeys(figure.task for figure in shown):
+        lines += [f"## {TITLES.get(task, task)}", "", *_table(task, [f for f in shown if f.task == task]), ""]
+        if task == "perplexity":
+            lines += [
+                f"Queries that share a list choose for one another, so a later one may choose for an earlier one whose "
+                f"next token is scored. The last query of a block has none after it: `last rows` is of every "
+                f"{run['largest_block']}th row alone, the same rows for every method.", "",
+            ]  # fmt: skip
+    if lost:
+        lines += ["## Gaps", "", *(f"- {text}" for text in GAPS.values()), "", *_gap_table(lost), ""]
+        if "gaps" in there:
+            lines += [f"![Gaps]({there['gaps']})", ""]
+    if layers:
+        lines += ["## Layers", "", *_layer_table(layers), ""]
+        lines += [f"![Recall and mass, layer by layer]({there['layers']})", ""] if "layers" in there else []
+    return "\n".join(lines)
+
+
+def where(facts: dict[str, str]) -> str:
+    """The machine, in a line."""
+    return ", ".join(
+        text for text in (facts.get("device"), facts.get("threads"), f"torch {facts.get('torch', '')}") if text
+    )
+
+
+def _table(task: str, shown: list[Figure]) -> list[str]:
+    is_rate = shown[0].change_last is None
+    head = ["tokens", "method", "contexts", "right" if is_rate else "perplexity", "against dense", "first token"]
+    if not is_rate:
+        head.insert(5, "against dense, last rows")
+    rows = []
+    for f in shown:
+        is_dense = f.method == DENSE
+        row = [f"{f.length:,}", f.method.name, str(f.count), _rate(f.quality) if is_rate else _number(f.quality)]
+        row.append("" if is_dense else _points(f.change) if is_rate else _percent(f.change))
+        if f.change_last is not None:
+            row.append("" if is_dense else _percent(f.change_last))
+        rows.append([*row, f"{f.seconds:.2f} s"])
+    return _markdown(head, rows)
+
+
+def _gap_table(lost: list[Gap]) -> list[str]:
+    rows = [
+        [
+            g.kind,
+            g.task,
+            f"{g.length:,}",
+            g.better,
+            g.worse,
+            _loss(g.loss, "%" if g.task == "perplexity" else " points"),
+        ]
+        for g in sorted(lost, key=lambda gap: (list(GAPS).index(gap.kind), gap.length, gap.topk))
+    ]
+    return _markdown(["gap", "task", "tokens", "from", "to", "lost"], rows)
+
+
+def _layer_table(layers: list[LayerFigure]) -> list[str]:
+    rows = []
+    for f in layers:
+        row = [f"{f.length:,}", f.method.name, str(f.count)]
+        for values in (f.recall, f.mass):
+            lowest = min(values, key=values.__getitem__)
+            row += [f"{sum(values.values()) / len(values):.3f}", f"{values[lowest]:.3f} (layer {lowest})"]
+        rows.append(row)
+    head = ["tokens", "method", "passages", "recall", "lowest", "mass", "lowest"]
+    return [
+        "The last queries of passages, on the queries and keys of the dense model: the share of the oracle's keys of "
+        "each query that a method lists (recall), and the share of attention on listed keys (mass), means over "
+        "layers.", "",
+        *_markdown(head, rows),
+    ]  # fmt: skip
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    marks = ["---:" if n != 1 else "---" for n in range(len(head))]
+    return [f"| {' | '.join(row)} |" for row in (head, marks, *rows)]
+
+
+def _rate(e: Estimate) -> str:
+    return f"{100 * e.value:.1f}% [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+
+
+def _points(e: Estimate) -> str:
+    return f"{100 * e.value:+.1f} points [{100 * e.low:+.1f}, {100 * e.high:+.1f}]"
+
+
+def _number(e: Estimate) -> str:
+    return f"{e.value:.2f}{_interval(e, '.2f')}"
+
+
+def _percent(e: Estimate) -> str:
+    return f"{100 * e.value:+.2f}%{_interval(e.scaled(100), '+.2f')}"
+
+
+def _loss(e: Estimate, unit: str) -> str:
+    return f"{e.value:.2f}{unit}{_interval(e, '.2f')}"
+
+
+def _interval(e: Estimate, form: str) -> str:
+    """Empty for a mean of one value, which has none."""
+    return f" [{e.low:{form}}, {e.high:{form}}]" if math.isfinite(e.low) and math.isfinite(e.high) else ""
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: named tuples as objects, and no numbers that JSON does not know."""
+    if isinstance(value, Estimate):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,145 @@
+"""Goes through lengths, contexts and methods, and keeps what it finds; what is there already is not done again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import Progress
+
+from streamkl.evaluation.haystack import Haystack
+from streamkl.evaluation.layers import look
+from streamkl.evaluation.methods import DENSE, Method
+from streamkl.evaluation.plan import Plan
+from streamkl.evaluation.records import Record, Records
+from streamkl.evaluation.subject import Subject
+from streamkl.evaluation.tasks import Context, build, is_right
+
+VERSION = 1
+"""Of the contexts: a run with other templates does not go on with this one's results."""
+
+MORE = 1
+"""How many tokens may be generated beyond those that the answer takes."""
+
+
+class Step(NamedTuple):
+    """One context with one method, or all methods' lists on it."""
+
+    task: str
+    length: int
+    number: int
+    methods: tuple[Method, ...]
+
+
+@dataclass
+class Evaluation:
+    """A plan, a model and text; ``identity`` is what results depend on besides, by name."""
+
+    plan: Plan
+    subject: Subject
+    haystack: Haystack
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuses, before anything runs, lengths that the model or the text is too short for.
+
+        Raises:
+            ValueError: A length is too long.
+        """
+        longest, room = max(self.plan.lengths), self.subject.model.config.get_text_config().max_position_embeddings
+        if longest > room:
+            raise ValueError(f"a length of {longest:,} tokens is more than the {room:,} that the model was made for")
+        for task, length in itertools.product(self.plan.tasks, (min(self.plan.lengths), longest)):
+            build(task, length, 0, seed=self.plan.seed, haystack=self.haystack)
+
+    def run(self, folder: Path, progress: Progress) -> Records:
+        """Does what is not in the folder yet."""
+        records = Records(folder, self.full_identity())
+        steps = [step for step in (_left(step, records) for step in self.steps()) if step.methods]
+        bar = progress.add_task("", total=len(steps))
+        context: Context | None = None
+        for step in steps:
+            progress.update(bar, description=_told(step, records))
+            if context is None or (context.task, context.length, context.number) != step[:3]:
+                context = self.context(step)
+            for record in self.do(step, context):
+                records.add(record)
+            progress.advance(bar)
+        return records
+
+    def steps(self) -> Iterator[Step]:
+        """All there is to do: context by context, so that a run that ends early has all methods on those it did."""
+        plan = self.plan
+        counts = {task: plan.segments if task == "perplexity" else plan.contexts for task in plan.tasks}
+        for length, number in itertools.product(plan.lengths, range(max(counts.values(), default=0))):
+            for task in plan.tasks:
+                if number < counts[task]:
+                    yield from (Step(task, length, number, (method,)) for method in plan.methods(length))
+        for length, number in itertools.product(plan.lengths, range(plan.layer_segments)):
+            sparse = tuple(method for method in plan.methods(length) if method != DENSE)
+            if sparse:
+                yield Step("layers", length, number, sparse)
+
+    def context(self, step: Step) -> Context:
+        """The context of a step; layers are looked at on passages that are scored for perplexity."""
+        task = "perplexity" if step.task == "layers" else step.task
+        context = build(task, step.length, step.number, seed=self.plan.seed, haystack=self.haystack)
+        return context._replace(task=step.task)
+
+    def do(self, step: Step, context: Context) -> Iterator[Record]:
+        """Runs a step."""
+        if step.task == "layers":
+            for method, layers in look(self.subject, context.ids, list(step.methods)).items():
+                found = {name: {str(n): round(x, 5) for n, x in of.items()} for name, of in layers._asdict().items()}
+                yield Record(*step[:3], method.name, {**found, "book": context.book})
+            return
+        (method,) = step.methods
+        self.subject.use(method)
+        if context.answer:
+            yield Record(*step[:3], method.name, self._asked(context))
+        else:
+            yield Record(*step[:3], method.name, self._scored(context))
+
+    def _asked(self, context: Context) -> dict[str, Any]:
+        steps = len(self.haystack.encode(f" {context.answer}")) + MORE
+        answer = self.subject.answer(context.ids, steps)
+        return {
+            "right": is_right(context, answer.text), "generated": answer.text, "answer": context.answer,
+            "seconds": round(answer.seconds, 4), "book": context.book,
+        }  # fmt: skip
+
+    def _scored(self, context: Context) -> dict[str, Any]:
+        losses = self.subject.losses(context.ids)
+        rows = losses.rows.double()
+        # The last query of a block has no later one that chooses keys for it.
+        last = rows[self.plan.largest_block - 1 :: self.plan.largest_block]
+        return {
+            "nll": float(rows.sum()), "tokens": len(rows), "nll_last": float(last.sum()), "tokens_last": len(last),
+            "seconds": round(losses.seconds, 4), "book": context.book,
+        }  # fmt: skip
+
+    def full_identity(self) -> dict[str, Any]:
+        """All that a result depends on."""
+        return {
+            **self.identity, "seed": self.plan.seed, "text": self.haystack.digest, "decode": self.subject.decode,
+            "dtype": str(self.subject.model.dtype).removeprefix("torch."), "largest_block": self.plan.largest_block,
+            "version": VERSION,
+        }  # fmt: skip
+
+
+def _left(step: Step, records: Records) -> Step:
+    """What of a step is not done yet."""
+    return step._replace(methods=tuple(m for m in step.methods if (*step[:3], m.name) not in records))
+
+
+def _told(step: Step, records: Records) -> str:
+    """What the progress bar says."""
+    if step.task == "layers":
+        return f"layers {step.length:,} #{step.number}"
+    method = step.methods[0].name
+    same = [r for r in records if r[:2] == step[:2] and r.method == method and "right" in r.found]
+    score = f" ({sum(r.found['right'] for r in same)}/{len(same)})" if same else ""
+    return f"{step.task} {step.length:,} #{step.number} {method}{score}"

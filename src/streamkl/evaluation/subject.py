@@ -1,0 +1,126 @@
+"""The model that is looked at: loaded once, switched from method to method, asked for answers and losses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamkl.evaluation.methods import DENSE, SELECTORS, Method
+from streamkl.integrations.transformers import Indexers, load_indexers, sparsify
+
+LOGITS = 1 << 25
+"""How many logits are held at a time: 128 MB in float32."""
+
+T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """What was generated, and the seconds until its first token."""
+
+    text: str
+    seconds: float
+
+
+class Losses(NamedTuple):
+    """``rows [N - 1]``: the loss of each next token, and the seconds of the forward without its logits."""
+
+    rows: Tensor
+    seconds: float
+
+
+class Subject:
+    """A causal language model of transformers, its tokenizer, and folders of indexers for it.
+
+    Args:
+        model: A name or a folder, as ``from_pretrained`` takes it.
+        indexers: Folders of indexers, by the name that methods have for them.
+        dtype: Of the weights.
+        device: Of the model.
+        decode: How the tokens after the first attend: selected for as those of the prompt, or densely.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        indexers: dict[str, Path] | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
+        decode: Literal["dense", "sparse"] = "sparse",
+    ) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+        self.model = self.model.to(device).eval()
+        self.decode: Literal["dense", "sparse"] = decode
+        self.indexers: dict[str, Indexers] = {
+            name: load_indexers(path, self.model)[0] for name, path in (indexers or {}).items()
+        }
+
+    def use(self, method: Method) -> None:
+        """Attends by a method from now on."""
+        if method != DENSE:
+            sparsify(self.model, self.selector(method), self.indexers.get(method.selector), decode=self.decode)
+            return
+        if getattr(self.model, "streamkl", None) is not None:
+            self.model.streamkl.remove()
+        self.model.set_attn_implementation("sdpa")
+
+    def selector(self, method: Method) -> Any:
+        """The selector of a method."""
+        if method.selector in SELECTORS:
+            return method.make()
+        return method.make(next(iter(self.indexers[method.selector].values())).activation)  # pyright: ignore
+
+    @torch.no_grad()
+    def answer(self, ids: list[int], steps: int) -> Answer:
+        """The next ``steps`` tokens, each the likeliest, fewer if the text ends."""
+        prompt = torch.tensor([ids], device=self.model.device)
+        out, seconds = self._timed(lambda: self.model(prompt, use_cache=True, logits_to_keep=1))
+        ends, new = self._ends(), []
+        for step in range(steps):
+            new.append(int(out.logits[0, -1].argmax()))
+            if new[-1] in ends or step == steps - 1:
+                break
+            token = torch.tensor([[new[-1]]], device=self.model.device)
+            out = self.model(token, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
+        return Answer(self.tokenizer.decode(new, skip_special_tokens=True), seconds)
+
+    @torch.no_grad()
+    def losses(self, ids: list[int]) -> Losses:
+        """The loss of every token after the first, given those before it."""
+        text = torch.tensor([ids], device=self.model.device)
+        out, seconds = self._timed(lambda: self.model.base_model(text, use_cache=False))
+        hidden, head = out.last_hidden_state[0, :-1], self.model.get_output_embeddings()
+        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        rows = []
+        for part, targets in zip(
+            hidden.split(max(1, LOGITS // head.weight.shape[0])),
+            text[0, 1:].split(max(1, LOGITS // head.weight.shape[0])),
+            strict=True,
+        ):
+            logits = head(part).float()
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+            rows.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+        return Losses(torch.cat(rows).cpu(), seconds)
+
+    def _timed(self, function: Callable[[], T]) -> tuple[T, float]:
+        """What a function returns and how long it took, the device's work included."""
+        device = self.model.device
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        wait()
+        start = time.perf_counter()
+        out = function()
+        wait()
+        return out, time.perf_counter() - start
+
+    def _ends(self) -> set[int]:
+        """The tokens that end a text."""
+        ends = self.model.generation_config.eos_token_id
+        return {ends} if isinstance(ends, int) else set(ends or ())

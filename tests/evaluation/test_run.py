@@ -1,0 +1,182 @@
+"""Whole runs on a tiny model: paired, resumable, with a report whose figures follow from the results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from typer.testing import CliRunner
+
+from streamkl.cli import app
+from streamkl.evaluation.layers import look
+from streamkl.evaluation.methods import DENSE, Method
+from streamkl.evaluation.records import Record, Records, read
+from streamkl.evaluation.subject import Subject
+from streamkl.evaluation.summary import figures, gaps
+from streamkl.integrations.transformers import new_indexers, save_indexers
+from streamkl.sparse import IndexerSelector
+
+
+def command(name: str, model: Path, book: Path, output: Path, *more: str) -> tuple[int, str]:
+    words = [name, str(model), "--text", str(book), "--lengths", "256", "--budgets", "32", "--blocks", "1", "16"]
+    words += ["--contexts", "2", "--segments", "2", "--layer-segments", "1", "--dtype", "float32"]
+    found = CliRunner().invoke(app, [*words, "--output", str(output), *more])
+    return found.exit_code, found.output + found.stderr
+
+
+@pytest.fixture(scope="session")
+def indexers(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    subject = Subject(model_folder, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("indexers") / "trained"
+    return save_indexers(folder, subject.model, new_indexers(subject.model, head_dim=8), IndexerSelector(32, 16))
+
+
+def test_a_run_compares_every_method_on_the_same_contexts_and_goes_on_where_it_was(
+    model_folder: Path, book: Path, indexers: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "report"
+    few = ("--tasks", "needle", "perplexity", "--selectors", "oracle")
+    code, said = command("evaluate", model_folder, book, output, *few)
+    assert code == 0, said
+    before = (output / "results.jsonl").read_text()
+    with (output / "results.jsonl").open("a") as file:
+        file.write('{"task": "needle", "len')  # the process was killed as it wrote
+    code, said = command("evaluate", model_folder, book, output, *few, "--indexers", str(indexers), "--contexts", "3")
+    assert code == 0, said
+    after = (output / "results.jsonl").read_text()
+    assert after.startswith(before)
+    run, records = read(output)
+    assert set(run["indexers"]) == {"trained"}
+    assert len({record.key for record in records}) == len(records)
+    methods = {"dense", *(f"{s} k32 b{b}" for s in ("oracle", "trained") for b in (1, 16))}
+    for task, count in (("needle", 3), ("perplexity", 2), ("layers", 1)):
+        found = {(r.number, r.method) for r in records if r.task == task}
+        wanted = methods - {"dense"} if task == "layers" else methods
+        assert found == {(n, method) for n in range(count) for method in wanted}, task
+    answers = {(r.number, r.found["answer"]) for r in records if r.task == "needle"}
+    assert len(answers) == 3, "each context has one answer for all methods"
+    report = json.loads((output / "report.json").read_text())
+    assert len(report["figures"]) == 2 * len(methods)
+    assert {gap["kind"] for gap in report["gaps"]} == {"oracle", "indexer", "realization"}
+    page = (output / "report.md").read_text()
+    for name in ("frontier", "quality", "gaps", "layers"):
+        assert (output / f"{name}.png").stat().st_size > 10_000
+        assert f"({name}.png)" in page
+
+
+def test_a_run_of_something_else_is_refused(model_folder: Path, book: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report"
+    few = ("--tasks", "needle", "--selectors", "window", "--contexts", "1", "--layer-segments", "0")
+    assert command("oracle", model_folder, book, output, *few)[0] == 0
+    code, said = command("oracle", model_folder, book, output, *few, "--seed", "1")
+    assert code == 1
+    assert "seed = 0, and this run has 1" in said.replace("\n", " ")
+
+
+def test_a_budget_that_nearly_holds_all_keys_is_nearly_dense_and_a_small_one_is_not(
+    model_folder: Path, haystack
+) -> None:
+    subject = Subject(model_folder, dtype=torch.float32)
+    ids = haystack.encode(haystack.books[0].text[:256])
+    losses = {}
+    for method in (DENSE, Method("oracle", 255, 1), Method("oracle", 255, 64), Method("oracle", 4, 1)):
+        subject.use(method)
+        losses[method] = subject.losses(ids).rows
+    subject.use(DENSE)
+    with torch.no_grad():
+        logits = subject.model(torch.tensor([ids])).logits[0, :-1]
+    whole = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+    assert torch.allclose(losses[DENSE], whole, atol=1e-5)
+    distance = {m.name: float((rows - whole).abs().mean()) for m, rows in losses.items()}
+    assert distance["oracle k255 b1"] < 1e-5, distance
+    # The last block's queries share one list that leaves one key out, which one of them may have wanted.
+    assert 1e-5 < distance["oracle k255 b64"] < 0.01 * distance["oracle k4 b1"], distance
+
+
+def test_answers_are_what_generate_says(model_folder: Path, haystack) -> None:
+    subject = Subject(model_folder, dtype=torch.float32)
+    ids = haystack.encode(haystack.books[0].text[:200])
+    for method in (DENSE, Method("oracle", 16, 8), Method("window", 16, 8)):
+        subject.use(method)
+        out = subject.model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+        wanted = subject.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+        assert subject.answer(ids, 6).text == wanted
+
+
+def test_layers_of_the_oracle_have_full_recall_and_no_method_covers_more(model_folder: Path, haystack) -> None:
+    subject = Subject(model_folder, dtype=torch.float32)
+    methods = [Method("oracle", 16, 1), Method("oracle", 16, 8), Method("window", 16, 1), Method("random", 16, 1)]
+    found = look(subject, haystack.encode(haystack.books[0].text[:200]), methods)
+    best = found[methods[0]]
+    assert best.recall == pytest.approx({0: 1.0, 1: 1.0})
+    for method in methods[1:]:
+        assert all(found[method].mass[layer] <= best.mass[layer] + 1e-5 for layer in (0, 1)), method
+        assert all(found[method].recall[layer] < 1 for layer in (0, 1)), method
+
+
+def test_figures_and_gaps_are_paired(tmp_path: Path) -> None:
+    records = Records(tmp_path, {})
+    losses = {"dense": (1.0, 2.0), "oracle k8 b1": (1.1, 2.1), "oracle k8 b4": (1.2, 2.2), "mine k8 b4": (1.4, 2.4)}
+    for method, nll in losses.items():
+        for number, value in enumerate(nll):
+            found = {"nll": 10 * value, "tokens": 10, "nll_last": 0.0, "tokens_last": 0, "seconds": 1.0}
+            records.add(Record("perplexity", 64, number, method, found))
+    lost = {(g.kind, g.worse): g.loss for g in gaps(records)}
+    # Each method is worse by the same on both passages, so that the intervals have no width.
+    for key, nats in {
+        ("oracle", "oracle k8 b1"): 0.1,
+        ("realization", "oracle k8 b4"): 0.1,
+        ("indexer", "mine k8 b4"): 0.2,
+    }.items():
+        expected = 100 * (torch.tensor(nats).exp().item() - 1)
+        assert lost[key] == pytest.approx((expected,) * 3, rel=1e-4), key
+    assert len(lost) == 3
+    assert next(f for f in figures(records) if f.method == DENSE).quality.value == pytest.approx(4.4817, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no text in"),
+        (b"x", "256 tokens of prose are needed, and the longest of 1, text.txt, has 1"),
+        (b"caf\xe9 " * 400, "is not UTF-8: byte 0xe9 at offset 3"),
+        (b"too short. " * 10, "256 tokens of prose are needed, and the longest of 1, text.txt, has 110"),
+    ],
+    ids=["empty", "one token", "latin-1", "short"],
+)
+def test_hostile_text_ends_the_command_with_a_sentence(
+    content: bytes, message: str, model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_bytes(content)
+    code, said = command("evaluate", model_folder, tmp_path / "text.txt", tmp_path / "report", "--tasks", "perplexity")
+    assert code == 1
+    assert message in " ".join(said.split()), said
+    assert "Traceback" not in said
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_line_of_200_mb_is_evaluated(model_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "line.txt"
+    with path.open("w") as file:
+        line = "all in one line. " * ((1 << 20) // 17)
+        for _ in range(200):
+            file.write(line)
+    few = ("--tasks", "needle", "--selectors", "window", "--contexts", "1", "--layer-segments", "0")
+    code, said = command("oracle", model_folder, path, tmp_path / "report", *few)
+    assert code == 0, said
+
+
+def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp_path: Path) -> None:
+    for more, message in (
+        (("--tasks", "needles"), "a task is one of needle"),
+        (("--selectors", "best"), "--selectors are of oracle"),
+        (("--decode", "fast"), "--decode is one of"),
+        (("--budgets", "0"), "budgets are numbers of at least 1"),
+        (("--lengths", "513"), "more than the 512 that the model was made for"),
+    ):
+        code, said = command("evaluate", model_folder, book, tmp_path / "report", *more)
+        assert code != 0, more
+        assert message in " ".join(said.replace("│", " ").split()), said

@@ -1,0 +1,133 @@
+"""With enough keys sparse is dense, and padded, packed, cached and chunked calls are the plain call, on each family."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import streamkl.integrations.transformers as skl
+from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, WindowSelector
+from streamkl.testing.tiny_models import FAMILIES, GROUPED_QUERY, SPARSE_LATENT, tiny_model, tokens
+
+TOKENS, BLOCK = 40, 8
+LENGTHS = (24, TOKENS, 17)
+
+
+def indexers_for(model, family: str):
+    """Random ones; none for families that have their own."""
+    return skl.new_indexers(model, head_dim=8) if family in GROUPED_QUERY else None
+
+
+def pad(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens ``[rows, longest]`` and their mask."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        at = slice(0, len(row)) if side == "right" else slice(ids.shape[1] - len(row), None)
+        ids[i, at], mask[i, at] = row, 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_with_a_key_for_each_key_every_selector_is_the_dense_model(family, same_to_rounding) -> None:
+    everything = {"index_topk": TOKENS} if family in SPARSE_LATENT else {}
+    model, ids = tiny_model(family, **everything), tokens(2, TOKENS)
+    dense, exact = model(ids).logits, tiny_model(family, **everything).double()(ids).logits
+    for selector in (
+        OracleSelector(TOKENS, BLOCK), WindowSelector(TOKENS, BLOCK), RandomSelector(TOKENS, 1),
+        IndexerSelector(TOKENS, BLOCK),
+    ):  # fmt: skip
+        skl.sparsify(model, selector, indexers_for(model, family))
+        same_to_rounding(model(ids).logits, dense, exact)
+    skl.sparsify(model, OracleSelector(4, BLOCK))
+    assert (model(ids).logits - dense).abs().max() > 0.1, "fewer keys make a difference"
+
+
+@pytest.mark.parametrize("keys", [TOKENS, BLOCK])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_padded_packed_cached_and_chunked_calls_are_the_plain_call(family, keys, same_to_rounding) -> None:
+    rows = [tokens(length, seed=length) for length in LENGTHS]
+    model = tiny_model(family)
+    dense, exact = model(rows[1][None]).logits, tiny_model(family).double()(rows[1][None]).logits
+    skl.sparsify(model, IndexerSelector(keys, BLOCK), indexers_for(model, family), decode="sparse")
+    alone = [model(row[None]).logits[0] for row in rows]
+    for side in ("left", "right"):
+        ids, mask = pad(rows, side)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(ids, attention_mask=mask, position_ids=positions).logits
+        for got, seen, plain in zip(logits, mask.bool(), alone, strict=True):
+            same_to_rounding(got[seen], dense, exact, plain)
+    cache = DynamicCache(config=model.config)
+    chunks = [model(chunk, past_key_values=cache).logits for chunk in rows[1][None].split(2 * BLOCK, 1)]
+    same_to_rounding(torch.cat(chunks, 1)[0], dense, exact, alone[1])
+    if family in ("qwen3_next", "qwen3_5"):
+        return  # transformers packs their linear layers with flash-linear-attention alone
+    together, ends = torch.cat(rows)[None], torch.tensor([0, *LENGTHS]).cumsum(0)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    told = {"cu_seq_lens_q": ends.int(), "cu_seq_lens_k": ends.int(), "max_length_q": TOKENS, "max_length_k": TOKENS}
+    for options in ({"use_cache": False}, {"use_cache": True}, {"use_cache": True, **told}):
+        packed = model(together, position_ids=positions, **options).logits[0].split(LENGTHS)
+        for got, plain in zip(packed, alone, strict=True):
+            same_to_rounding(got, dense, exact, plain)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@torch.no_grad()
+def test_full_attention_between_linear_layers_keeps_packed_sequences_apart(family, same_to_rounding) -> None:
+    model, positions = tiny_model(family), torch.cat([torch.arange(24), torch.arange(16)])[None]
+    options = {"input_ids": tokens(1, TOKENS), "position_ids": positions, "use_cache": False}
+    dense, exact = model(**options).logits, tiny_model(family).double()(**options).logits
+    skl.sparsify(model, OracleSelector(TOKENS, BLOCK))
+    same_to_rounding(model(**options).logits, dense, exact)
+    assert (model(options["input_ids"]).logits - dense).abs().max() > 0.1, "positions make a difference"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_greedy_tokens_do_not_depend_on_padding_or_on_chunks(family) -> None:
+    rows = [tokens(length, seed=length) for length in LENGTHS]
+    model = tiny_model(family)
+    skl.sparsify(model, IndexerSelector(2 * BLOCK, BLOCK), indexers_for(model, family))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    ids, mask = pad(rows, "left")
+    together = model.generate(ids, attention_mask=mask, **options)[:, TOKENS:]
+    for row, got in zip(rows, together, strict=True):
+        alone = model.generate(row[None], attention_mask=torch.ones_like(row[None]), **options)[0, len(row) :]
+        assert torch.equal(got, alone)
+    ones = torch.ones_like(rows[1][None])
+    chunked = model.generate(rows[1][None], attention_mask=ones, prefill_chunk_size=2 * BLOCK, **options)
+    assert torch.equal(chunked[0, TOKENS:], together[1])
+
+
+@torch.no_grad()
+def test_smollm2_sparse_with_enough_keys_is_dense_in_every_kind_of_call(smol, same_to_rounding) -> None:
+    model, tokenizer = smol
+    texts = ["The capital of France is", "Once upon a time there was a king who had three daughters, and the youngest"]
+    rows = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+    long = max(map(len, rows))
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    dense = [model(row[None]).logits[0] for row in rows]
+    written = [model.generate(row[None], attention_mask=torch.ones_like(row[None]), **options)[0] for row in rows]
+    exact = model.double()(rows[1][None]).logits[0]
+    model.float()
+    for selector in (OracleSelector(64, 8), WindowSelector(64, 8), RandomSelector(64, 8), IndexerSelector(64, 8)):
+        indexers = skl.new_indexers(model) if isinstance(selector, IndexerSelector) else None
+        skl.sparsify(model, selector, indexers)
+        same_to_rounding(model(rows[1][None]).logits[0], dense[1], exact)
+    for side in ("left", "right"):
+        ids, mask = pad(rows, side)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(ids, attention_mask=mask, position_ids=positions).logits
+        for got, seen, plain in zip(logits, mask.bool(), dense, strict=True):
+            same_to_rounding(got[seen], dense[1], exact, plain)
+    ids, mask = pad(rows, "left")
+    for got, alone in zip(model.generate(ids, attention_mask=mask, **options), written, strict=True):
+        assert torch.equal(got[long - (len(alone) - 5) :], alone)
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    packed = model(torch.cat(rows)[None], position_ids=positions, use_cache=False).logits[0]
+    for got, plain in zip(packed.split([len(row) for row in rows]), dense, strict=True):
+        same_to_rounding(got, dense[1], exact, plain)
+    cache = DynamicCache(config=model.config)
+    chunks = [model(chunk, past_key_values=cache).logits for chunk in rows[1][None].split(8, 1)]
+    same_to_rounding(torch.cat(chunks, 1)[0], dense[1], exact)
