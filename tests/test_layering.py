@@ -115,9 +115,43 @@ BENCH = {
     "records": {"bench.cells"},
     "report": {"bench.cells", "bench.records"},
     "plots": {"bench.cells", "bench.records", "bench.report"},
+    "distill": {
+        "bench",
+        "bench.gate",
+        "bench.isolated",
+        "bench.measure",
+        "distillation.indexers",
+        "distillation.model",
+        "distillation.settings",
+        "integrations.transformers.families",
+    },
     "run": {"bench", "bench.cells", "bench.contestants", "bench.records", "bench.suites"},
 }
 """The modules of the benchmark, and what each may import besides the public functions."""
+
+FAMILIES, KEPT = "integrations.transformers.families", "integrations.transformers.indexers"
+DISTILLATION = {
+    "__init__": {"distillation.settings"},
+    "settings": set(),
+    "attention": {"api", "distillation.layer"},
+    "layer": {"api", "indexer", "sparse", FAMILIES},
+    "model": {"api", "distillation", "distillation.layer", FAMILIES, KEPT},
+    "indexers": {"distillation.settings", "indexer", FAMILIES, KEPT},
+    "packing": {"text"},
+    "needles": set(),
+    "samples": {"distillation"},
+    "checkpoints": set(),
+    "curves": set(),
+    "trainer": {
+        "distillation", "distillation.checkpoints", "distillation.curves", "distillation.model", "sparse", KEPT
+    },
+    "run": {
+        "distillation", FAMILIES,
+        *(f"distillation.{name}" for name in ("indexers", "model", "packing", "samples", "settings", "trainer")),
+    },
+    "estimate": {"distillation.run", "distillation.settings"},
+}  # fmt: skip
+"""The modules of distillation, and what each may import."""
 
 
 def imports(path: Path) -> set[str]:
@@ -139,7 +173,7 @@ def test_the_core_imports_only_what_lies_below_it() -> None:
 
 
 def test_every_core_module_has_a_rule() -> None:
-    apart = ("bench", "cli", "selfcheck", "testing")
+    apart = ("bench", "cli", "distillation", "selfcheck", "testing")
     core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in apart}
     assert core == set(ALLOWED)
 
@@ -155,6 +189,20 @@ def test_the_benchmark_imports_only_what_lies_below_it_and_the_core_does_not_imp
         if any(name.startswith("streamkl.bench") for name in imports(path)) and path.parent.name != "bench"
     }
     assert importers == {"cli/bench.py", "cli/selfcheck.py", "selfcheck/checks.py", "selfcheck/report.py"}
+
+
+def test_distillation_imports_only_what_lies_below_it_and_only_the_command_line_and_its_benchmark_import_it() -> None:
+    assert {path.stem for path in (ROOT / "distillation").glob("*.py")} == set(DISTILLATION)
+    for name, allowed in DISTILLATION.items():
+        found = imports(ROOT / "distillation" / f"{name}.py")
+        assert found <= {f"streamkl.{module}" for module in allowed}, name
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if any(name.startswith("streamkl.distillation") for name in imports(path))
+        and path.parent.name != "distillation"
+    }
+    assert importers == {"bench/distill.py", "cli/distill.py"}
 
 
 def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:

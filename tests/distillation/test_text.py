@@ -14,6 +14,7 @@ from streamkl.distillation import needles
 from streamkl.distillation.packing import packed
 from streamkl.distillation.run import distill
 from streamkl.distillation.samples import Samples
+from streamkl.evaluation.tasks import TOWNS
 from streamkl.text import TextError
 
 
@@ -104,5 +105,6 @@ def test_a_needle_is_hidden_asked_for_at_the_end_and_weighs_what_it_is_told(toke
     assert 10 < len(hidden) < 30
     assert all(abs(float(w.mean()) - 1) < 1e-6 for w in weights)
     assert all(abs(float(w[-1] / w[0]) - 8) < 1e-5 for w in hidden)
+    assert not set(needles.NAMES) & set(TOWNS), "an evaluation asks for names that were trained on"
     with pytest.raises(ValueError, match=r"needles need sequences of \d+ tokens or more: got a length of 50"):
         Samples(sequences[:, :50], 40, seed=0, tokenizer=tokenizer, share=0.5)

@@ -67,7 +67,7 @@ def hide(tokenizer: Any, ids: np.ndarray, seed: int) -> Sample:
     needle = _tokens(tokenizer, f" {sentence} ")
     asked = _tokens(tokenizer, ASKED.format(question=question, answer=answer))
     room = len(ids) - len(needle) - len(asked)
-    at = draw.randint(0, room)
+    at = draw.randint(1, room)  # after what every sequence may start with
     return Sample(np.concatenate((ids[:at], needle, ids[at:room], asked)), len(ids) - len(asked))
 
 

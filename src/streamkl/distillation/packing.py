@@ -31,7 +31,9 @@ def packed(tokenizer: Any, sources: list[str], length: int, most: int, *, field:
     Raises:
         TextError: A source cannot be read, or there is less text than one sequence.
     """
-    wanted, parts, found = length * most, [], 0
+    first = _first(tokenizer)
+    width = length - len(first)
+    wanted, parts, found = width * most, [], 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for starts, text in _texts(sources, field, encoding):
         # transformers warns of texts longer than the model reads, which these are before they are cut
@@ -41,13 +43,21 @@ def packed(tokenizer: Any, sources: list[str], length: int, most: int, *, field:
         found += len(ids)
         if found >= wanted:
             break
-    if found < length:
+    if found < width or not width:
         raise TextError(
             f"the text has {found:,} token{'' if found == 1 else 's'}, less than one sequence of {length:,}: "
             f"name more text, or a smaller length"
         )
-    sequences = min(found // length, most)
-    return np.concatenate(parts)[: sequences * length].reshape(sequences, length)
+    sequences = min(found // width, most)
+    text = np.concatenate(parts)[: sequences * width].reshape(sequences, width)
+    return np.concatenate((np.tile(first, (sequences, 1)), text), 1)
+
+
+def _first(tokenizer: Any) -> np.ndarray:
+    """The token that the tokenizer puts before every text, and a sequence therefore starts with, if there is one."""
+    ids = tokenizer.encode("a")
+    known = len(ids) > 1 and ids[0] == tokenizer.bos_token_id
+    return np.asarray(ids[:1] if known else [], dtype=np.uint32)
 
 
 def _texts(sources: list[str], field: str, encoding: str) -> Iterator[tuple[bool, str]]:
