@@ -84,7 +84,7 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
     options = {"steps": 6, "needles": 0.5, "answer_weight": 4.0, "length": 256, "accumulation": 2}
     distill(tiny.settings(llama, prose, alone, batch=2, **options))
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
         "--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "-m", "streamkl",
         "distill", "--model", str(llama), "--text", str(prose), "--output", str(together), "--batch", "1",
         "--head-dim", "16", "--dtype", "float32", "--log-every", "1", "--warmup", "2", "--device", "cpu",

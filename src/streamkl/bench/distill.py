@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streamkl import indexer_kl
+import streamkl
 from streamkl.bench import baselines
 from streamkl.bench.gate import RedGateError
 from streamkl.bench.isolated import peak_resident, start_counting
@@ -100,7 +100,7 @@ class Bench:
         """Sets up what a call runs with."""
         self.backbone.set_attn_implementation("sdpa" if name == FORWARD else "streamkl_distill")
         for layer in self.distiller.layers:
-            layer.divergence = materialised_kl if name == MATERIALISED else indexer_kl
+            layer.divergence = materialised_kl if name == MATERIALISED else streamkl.indexer_kl
 
     def call(self, name: str, ids: Tensor) -> Callable[[], Any]:
         """The call of a name."""

@@ -36,7 +36,7 @@ def command() -> Callable[..., None]:
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None, callback=_read, is_eager=True, exists=True, dir_okay=False,
-                help="A YAML file with settings by their names; flags come before it.",
+                help="A YAML file with settings by their names; flags win over it.",
             ),
             annotation=Path,
         )
