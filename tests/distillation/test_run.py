@@ -26,7 +26,11 @@ def test_indexers_learn_and_their_folder_makes_the_model_sparse(
 
     from streamkl.integrations.transformers import load_indexers
 
-    result = distill(tiny.settings(llama, prose, tmp_path / "run", steps=40, lr=1e-2, dtype="bfloat16", **options))
+    result = distill(
+        tiny.settings(
+            llama, prose, tmp_path / "run", steps=40, lr=1e-2, dtype="bfloat16", log_every=20, save_every=40, **options
+        )
+    )
     lines = curves(tmp_path / "run")
     first, last = lines[0], lines[-1]
     print({name: (first[name], last[name]) for name in ("kl", "recall", "mass")})

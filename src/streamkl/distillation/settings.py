@@ -57,9 +57,7 @@ class Settings:
     log_every: int = _told(10, "Steps between two lines of the log, for which recall and mass are measured.")
     save_every: int = _told(100, "Steps between two checkpoints.")
     keep: int = _told(2, "How many checkpoints are kept.")
-    report_to: list[str] = _told(
-        [], "What else is logged to, such as tensorboard or wandb; may be given several times."
-    )
+    report_to: list[str] = _told([], "What logs go to besides: tensorboard, wandb, ...")  # noqa: RUF009
     on_nan: str = _told("skip", "What a step does whose gradients are not finite: skip, or stop.")
     max_skipped: int = _told(10, "Steps in a row that may be skipped before the run stops.")
     device: str = _told("auto", "auto, or cpu where an accelerator is not wanted.")
