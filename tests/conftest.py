@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which noth
 pytest_plugins = ["streamkl.testing.nan_poison"]
 
 ENGINES = ("tiled", "cpu", "triton")
-LIMITED = {"indexer": ("tiled", "cpu", "triton"), "topk": ("tiled",)}
+LIMITED = {"indexer": ("tiled", "cpu", "triton"), "topk": ("tiled",), "sparse": ("tiled", "cpu")}
 """By the mark of a test, the engines that do what it asks; without one, all do."""
 TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 """A tile of the Triton engine: the interpreter takes as long for a row as for many."""

@@ -17,6 +17,16 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+EVALUATION = tuple(f"streamkl.evaluation.{name}" for name in ("layers", "run", "subject"))
+NEEDS = {
+    "triton": ("streamkl.engines.triton.", "streamkl.cli.kernels"),
+    "transformers": ("streamkl.integrations.transformers", *EVALUATION),
+    "lm_eval": ("streamkl.evaluation.harness",),
+    "matplotlib": ("streamkl.bench.plots", "streamkl.evaluation.plots"),
+}
+"""What is imported only where a library is there."""
+
+
 def python_blocks() -> list:
     """Each page's ``python`` blocks, joined: a page reads from top to bottom."""
     blocks = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
@@ -25,9 +35,12 @@ def python_blocks() -> list:
 
 def modules() -> list[str]:
     names = (name for _, name, _ in pkgutil.walk_packages(streamkl.__path__, "streamkl."))
-    needs_triton = ("streamkl.engines.triton.", "streamkl.cli.kernels")
-    has_triton = importlib.util.find_spec("triton") is not None
-    return [n for n in names if not n.endswith("__main__") and (has_triton or not n.startswith(needs_triton))]
+    missing = tuple(name for library, names in NEEDS.items() if not _has(library) for name in names)
+    return [n for n in names if not n.endswith("__main__") and not n.startswith(missing)]
+
+
+def _has(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
 
 
 @pytest.mark.parametrize("code", python_blocks())

@@ -154,6 +154,25 @@ DISTILLATION = {
 """The modules of distillation, and what each may import."""
 
 
+EVALUATION = {
+    "__init__": set(),
+    "haystack": {"text"},
+    "tasks": {"evaluation.haystack", "text"},
+    "methods": {"sparse"},
+    "plan": {"evaluation.methods", "evaluation.tasks"},
+    "records": set(),
+    "statistics": set(),
+    "subject": {"evaluation.methods", "integrations.transformers"},
+    "layers": {"evaluation.methods", "evaluation.subject", "integrations.transformers", "sparse"},
+    "run": {f"evaluation.{name}" for name in ("haystack", "layers", "methods", "plan", "records", "subject", "tasks")},
+    "summary": {"evaluation.methods", "evaluation.records", "evaluation.statistics"},
+    "plots": {"evaluation.methods", "evaluation.statistics", "evaluation.summary"},
+    "report": {"evaluation", "evaluation.methods", "evaluation.statistics", "evaluation.summary"},
+    "harness": {"evaluation.methods", "integrations.transformers"},
+}
+"""The modules of the evaluation, and what each may import besides the public functions."""
+
+
 def imports(path: Path) -> set[str]:
     """The modules of the package that a file imports, anywhere in it."""
     found = set()
@@ -173,7 +192,7 @@ def test_the_core_imports_only_what_lies_below_it() -> None:
 
 
 def test_every_core_module_has_a_rule() -> None:
-    apart = ("bench", "cli", "distillation", "selfcheck", "testing")
+    apart = ("bench", "cli", "distillation", "evaluation", "selfcheck", "testing")
     core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in apart}
     assert core == set(ALLOWED)
 
@@ -188,7 +207,22 @@ def test_the_benchmark_imports_only_what_lies_below_it_and_the_core_does_not_imp
         for path in ROOT.rglob("*.py")
         if any(name.startswith("streamkl.bench") for name in imports(path)) and path.parent.name != "bench"
     }
-    assert importers == {"cli/bench.py", "cli/selfcheck.py", "selfcheck/checks.py", "selfcheck/report.py"}
+    assert importers == {
+        "cli/bench.py", "cli/evaluate.py", "cli/selfcheck.py", "selfcheck/checks.py", "selfcheck/report.py"
+    }  # fmt: skip
+
+
+def test_the_evaluation_imports_only_what_lies_below_it_and_the_command_line_alone_imports_it() -> None:
+    assert {path.stem for path in (ROOT / "evaluation").glob("*.py")} == set(EVALUATION)
+    for name, allowed in EVALUATION.items():
+        found = imports(ROOT / "evaluation" / f"{name}.py") - {"streamkl"}
+        assert found <= {f"streamkl.{module}" for module in allowed}, name
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if any(name.startswith("streamkl.evaluation") for name in imports(path)) and path.parent.name != "evaluation"
+    }
+    assert importers == {"cli/evaluate.py", "cli/lm_eval.py"}
 
 
 def test_distillation_imports_only_what_lies_below_it_and_only_the_command_line_and_its_benchmark_import_it() -> None:

@@ -111,18 +111,13 @@ def sparse_attention(
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """What `streamkl.sparse.sparse_attention` computes, with the same arguments, in O(Nq Nk) memory."""
-    packed, starts = False, [0, q.shape[2]]
-    if cu_seqlens_q is not None:
-        q, k, v, indices = *(x.transpose(0, 1)[None] for x in (q, k, v)), indices[None]
-        packed, starts = True, [*cu_seqlens_q.tolist(), q.shape[2]]
-    lengths = [-(-(starts[n + 1] - starts[n]) // block) for n in range(len(starts) - 1)]
-    row_list = torch.cat(  # the list of each row
-        [sum(lengths[:n]) + torch.arange(starts[n + 1] - starts[n]) // block for n in range(len(lengths))]
-    )
-    named = indices[:, row_list.to(indices.device)]
-    allowed = allowed_pairs(
-        q.shape[2], k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k, named[0] if packed else named
-    ).to(q.device)
+    packed = cu_seqlens_q is not None
+    allowed = listed_pairs(
+        q.shape[0 if packed else 2], k.shape[0 if packed else 2], indices, block, causal, window, cu_seqlens_q,
+        cu_seqlens_k,
+    ).to(q.device)  # fmt: skip
+    if packed:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     log_p = log_softmax(logits(q, k, scale), allowed)
     p = torch.where(allowed, log_p.exp(), 0.0).to(v.dtype)
     out = p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -199,6 +194,27 @@ def allowed_pairs(
     inside = (topk >= 0) & (topk < count[:, None])
     named.scatter_(-1, torch.where(inside, topk + first[:, None], nk), True)
     return allowed & named[..., :nk]
+
+
+def listed_pairs(
+    nq: int,
+    nk: int,
+    indices: Tensor,
+    block: int,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Tensor:
+    """Which keys each row may see of the list ``[B, lists, K]`` that its block shares, ``[B, 1, Nq, Nk]`` of bool."""
+    starts = [0, nq] if cu_seqlens_q is None else [*cu_seqlens_q.tolist(), nq]
+    row_lists, first = [], 0
+    for n in range(len(starts) - 1):
+        rows = torch.arange(starts[n + 1] - starts[n])
+        row_lists.append(first + rows // block)
+        first += -(-len(rows) // block)
+    named = indices.cpu()[..., torch.cat(row_lists), :]
+    return allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, named)
 
 
 def for_heads(allowed: Tensor, heads: int) -> Tensor:

@@ -5,12 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from streamkl.evaluation.haystack import Book, Haystack
 
 WORDS = (
@@ -46,6 +40,11 @@ def prose(characters: int, seed: int = 0) -> str:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
     folder = tmp_path_factory.mktemp("model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(["<end>", *alphabet])}, merges=[]))
@@ -64,6 +63,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def haystack(model_folder: Path) -> Haystack:
+    from transformers import AutoTokenizer
+
     books = [Book("long.txt", prose(20_000)), Book("short.txt", prose(100))]
     return Haystack(books, AutoTokenizer.from_pretrained(model_folder))
 

@@ -14,7 +14,7 @@ from streamkl.cli import app
 from streamkl.evaluation.layers import look
 from streamkl.evaluation.methods import DENSE, Method
 from streamkl.evaluation.records import Record, Records, read
-from streamkl.evaluation.subject import Subject
+from streamkl.evaluation.subject import Answer, Subject
 from streamkl.evaluation.summary import figures, gaps
 from streamkl.integrations.transformers import new_indexers, save_indexers
 from streamkl.sparse import IndexerSelector
@@ -65,6 +65,31 @@ def test_a_run_compares_every_method_on_the_same_contexts_and_goes_on_where_it_w
     for name in ("frontier", "quality", "gaps", "layers"):
         assert (output / f"{name}.png").stat().st_size > 10_000
         assert f"({name}.png)" in page
+
+
+def test_an_interrupted_run_reports_what_it_did_and_ends_as_if_it_had_not_been(
+    model_folder: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ("--tasks", "needle", "--selectors", "window", "--layer-segments", "0")
+    asked, answer = [], Subject.answer
+
+    def stopped(self: Subject, ids: list[int], steps: int) -> Answer:
+        asked.append(ids)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return answer(self, ids, steps)
+
+    monkeypatch.setattr(Subject, "answer", stopped)
+    code, said = command("oracle", model_folder, book, tmp_path / "report", *few)
+    assert code == 130, said
+    assert "goes on from here" in said
+    assert len(read(tmp_path / "report")[1]) == 3
+    assert (tmp_path / "report" / "report.md").exists()
+    assert command("oracle", model_folder, book, tmp_path / "report", *few)[0] == 0
+    assert command("oracle", model_folder, book, tmp_path / "whole", *few)[0] == 0
+    found = [[(r.key, r.found["generated"]) for r in read(tmp_path / name)[1]] for name in ("report", "whole")]
+    assert len(found[0]) == 6
+    assert found[0] == found[1]
 
 
 def test_a_run_of_something_else_is_refused(model_folder: Path, book: Path, tmp_path: Path) -> None:

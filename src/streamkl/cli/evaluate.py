@@ -107,6 +107,7 @@ def _run(**given: Any) -> int:
         console.print(f"this command needs transformers: pip install 'streamkl[hf,bench]' ({error})", markup=False)
         return 1
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
         haystack = Haystack.read(given["text"], tokenizer, field=given["field"], encoding=given["encoding"])

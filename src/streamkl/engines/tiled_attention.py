@@ -20,7 +20,8 @@ def sparse_attention(
     widest = max(q.shape[3], v.shape[3], block * group)
     step = max(1, GATHERED // max(1, columns * widest))  # lists
     for seq, first_list in support.shared_lists(block):
-        for i0 in range(0, seq.q_len, step * block):
+        rows_of_any = seq.q_len if seq.k_len and columns else 0
+        for i0 in range(0, rows_of_any, step * block):
             i1 = min(i0 + step * block, seq.q_len)
             at = first_list + i0 // block
             keys = indices[seq.batch, at : at - (i0 - i1) // block].long()
@@ -56,7 +57,7 @@ def _attend(
         q_rows = torch.nn.functional.pad(q_rows, (0, 0, 0, missing)).unflatten(1, (-1, block)).transpose(0, 1)
         x = torch.bmm(q_rows.flatten(1, 2), k_lists.mT).mul_(side.scale)  # [lists, group * block, K]
         x = x.unflatten(1, (group, block)).masked_fill_(~allowed[:, None], -torch.inf)
-        top = x.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+        top = x.amax(-1, keepdim=True)
         weight = x.sub_(torch.where(top == -torch.inf, 0.0, top)).exp_()
         total = weight.sum(-1, keepdim=True)
         # What no row of a list sees may hold anything.

@@ -33,8 +33,8 @@ class SparseLM(HFLM):
         self, pretrained: Any, selector: str | None = None, topk: int | None = None, block: int | None = None,
         indexers: str | None = None, decode: Any = "sparse", **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(pretrained, **kwargs)
-        model: Any = self.model
+        super().__init__(pretrained, **kwargs)  # pyright: ignore[reportCallIssue]  # lm-eval's decorator hides its types
+        model: Any = self.model  # pyright: ignore[reportAttributeAccessIssue]
         if selector is not None and selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}: got {selector!r}")
         if selector is not None:

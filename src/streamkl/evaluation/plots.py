@@ -15,7 +15,7 @@ from matplotlib.figure import Figure as Picture
 
 from streamkl.evaluation.methods import DENSE, Method
 from streamkl.evaluation.statistics import Estimate
-from streamkl.evaluation.summary import Figure, Gap, LayerFigure
+from streamkl.evaluation.summary import Figure, Gap, LayerFigure, method_of
 
 COLOURS = {"oracle": "#1f77b4", "window": "#d95f02", "random": "#7f7f7f"}
 MORE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e")
@@ -23,11 +23,8 @@ MORE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 
 NAMES = {"oracle": "oracle", "window": "window + sinks", "random": "random"}
 TASKS = {"needle": "needle", "multikey": "multi-key needle", "tracking": "variable tracking"}
-GAPS = {
-    "oracle": "oracle gap\n(budget)",
-    "indexer": "indexer gap\n(prediction)",
-    "realization": "realization gap\n(block)",
-}
+PANELS = {"recall": "recall of the oracle's keys", "mass": "attention mass on listed keys"}
+GAPS = {"oracle": "oracle gap", "indexer": "indexer gap", "realization": "realization gap"}
 
 
 def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[LayerFigure], where: str) -> list[Path]:
@@ -40,7 +37,7 @@ def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[Laye
     for name, picture in pictures.items():
         made = picture()
         if made is not None:
-            made.text(0.995, 0.002, where, fontsize=6, color="grey", ha="right", va="bottom")
+            made.supxlabel(where, fontsize=6, color="grey", x=0.99, ha="right")
             written.append(folder / f"{name}.png")
             made.savefig(written[-1], dpi=150)
             plt.close(made)
@@ -48,7 +45,7 @@ def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[Laye
 
 
 def quality(figures: list[Figure]) -> Picture | None:
-    """Quality against budget: a row a task, a column a length, a line for each selector and block."""
+    """Quality against budget: a row a length, a column a task, a line for each selector and block."""
     tasks, lengths = _tasks(figures), sorted({f.length for f in figures})
     if not any(f.method != DENSE for f in figures):
         return None
@@ -67,7 +64,7 @@ def quality(figures: list[Figure]) -> Picture | None:
         axes.minorticks_off()
         if budgets:
             axes.set_xlim(budgets[0] / 1.3, budgets[-1] * 1.3)
-        if task == tasks[-1]:
+        if length == lengths[-1]:
             axes.set_xlabel("keys of a list (budget)")
     return _finish(picture, grid, "What a budget of keys is worth")
 
@@ -85,7 +82,10 @@ def frontier(figures: list[Figure]) -> Picture | None:
             _line(axes, [f.seconds for f in points], [_shown(f) for f in points], points[0].method, figures)
             for f in (points[0], points[-1])[: len(points)]:
                 at = (f.seconds, _shown(f).value)
-                axes.annotate(f"{f.method.topk}", at, textcoords="offset points", xytext=(4, 4), fontsize=7)
+                colour = _style(f.method, figures)[0]
+                axes.annotate(
+                    str(f.method.topk), at, textcoords="offset points", xytext=(4, 4), fontsize=7, color=colour
+                )
         for f in here:
             if f.method == DENSE:
                 axes.plot(f.seconds, _shown(f).value, "*", color="black", markersize=12, label="dense", zorder=5)
@@ -93,60 +93,69 @@ def frontier(figures: list[Figure]) -> Picture | None:
         _dense(axes, here, task, label=None)
         axes.set_xscale("log")
         _seconds_axis(axes, [f.seconds for f in here])
-        if task == tasks[-1]:
+        if length == lengths[-1]:
             axes.set_xlabel("time to first token (s)")
-    return _finish(picture, grid, "The frontier: quality against time to first token; numbers are budgets")
+    return _finish(picture, grid, "Quality against time to first token (the numbers are budgets)")
 
 
 def gap_bars(gaps: list[Gap]) -> Picture | None:
-    """Each gap at each budget, with intervals: a row a task, a column a length."""
+    """Each gap at each budget, with intervals: a row a length, a column a task."""
     if not gaps:
         return None
     tasks, lengths = list(dict.fromkeys(g.task for g in gaps)), sorted({g.length for g in gaps})
-    kinds = [kind for kind in GAPS if any(g.kind == kind for g in gaps)]
-    picture, grid = _grid(tasks, lengths, width=1.6 + 1.5 * len(kinds), height=2.6)
+    ordered = sorted(gaps, key=lambda g: (list(GAPS).index(g.kind), g.block))
+    kinds = list(dict.fromkeys(_kind(g) for g in ordered))
+    picture, grid = _grid(tasks, lengths, width=1.4 + 1.1 * len(kinds), height=2.8)
     budgets = sorted({g.topk for g in gaps})
     for task, length, axes in grid:
         for n, budget in enumerate(budgets):
             shade = plt.get_cmap("viridis")(0.15 + 0.7 * n / max(1, len(budgets) - 1))
-            mine = [g for g in gaps if (g.task, g.length, g.topk) == (task, length, budget)]
-            for kind in kinds:
-                same = [g for g in mine if g.kind == kind]
-                for m, g in enumerate(same):
-                    at = kinds.index(kind) + 0.8 * ((n + (m + 0.5) / len(same)) / len(budgets) - 0.5)
-                    axes.bar(at, g.loss.value, 0.7 / len(budgets) / len(same), color=shade, label=f"k = {budget}")
+            for g in gaps:
+                if (g.task, g.length, g.topk) == (task, length, budget):
+                    at = kinds.index(_kind(g)) + 0.8 * ((n + 0.5) / len(budgets) - 0.5)
+                    axes.bar(at, g.loss.value, 0.7 / len(budgets), color=shade, label=f"k = {budget}")
                     _interval(axes, at, g.loss, "#333333")
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(kinds)), [GAPS[kind] for kind in kinds], fontsize=8)
-        axes.set_ylabel("perplexity lost (%)" if task == "perplexity" else f"{TASKS.get(task, task)}: points lost")
+        axes.set_xticks(range(len(kinds)), kinds, fontsize=7)
+        axes.set_xlim(-0.6, len(kinds) - 0.4)
+        name = "lost (%)" if task == "perplexity" else "lost (points)"
+        axes.set_ylabel(f"{length:,} tokens\n{name}" if task == tasks[0] else name)
     return _finish(picture, grid, "Where quality goes: three gaps apart")
 
 
 def heat_map(layers: list[LayerFigure]) -> Picture | None:
-    """Recall and mass: a column a layer, a row a method."""
+    """Recall and mass: a column of cells a layer, a row a method; a row of panels a length."""
     if not layers:
         return None
-    numbers = sorted(layers[0].recall)
-    height = 1.4 + 0.24 * len(layers)
+    lengths, numbers = sorted({f.length for f in layers}), sorted(layers[0].recall)
+    rows = [[f for f in layers if f.length == length] for length in lengths]
+    size = (4.5 + 0.3 * len(numbers), 1.0 + sum(0.7 + 0.2 * len(row) for row in rows))
     picture, panels = plt.subplots(
-        2, 1, figsize=(4 + 0.22 * len(numbers), 2 * height), layout="constrained", squeeze=False
-    )
-    several = len({f.length for f in layers}) > 1
-    names = [f"{f.method.name}{f' ({f.length:,})' if several else ''}" for f in layers]
-    for axes, name in zip(panels[:, 0], ("recall", "mass"), strict=True):
-        values = [[getattr(f, name)[n] for n in numbers] for f in layers]
-        image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
-        axes.set_yticks(range(len(names)), names, fontsize=7)
-        axes.set_xticks(range(0, len(numbers), 2), numbers[::2], fontsize=7)
-        axes.set_title(
-            "recall of the oracle's keys" if name == "recall" else "attention mass on listed keys", fontsize=9
-        )
-        for row, line in enumerate(values):
-            axes.text(len(numbers) - 0.3, row, f"{sum(line) / len(line):.2f}", fontsize=7, va="center")
-        picture.colorbar(image, ax=axes, pad=0.07 if len(numbers) > 8 else 0.2)
-    panels[-1, 0].set_xlabel("layer (mean over layers at the right)")
+        len(lengths), 2, figsize=size, layout="constrained", squeeze=False, sharey="row",
+        height_ratios=[0.5 + 0.2 * len(row) for row in rows],
+    )  # fmt: skip
+    image = None
+    for line, length, row in zip(panels, lengths, rows, strict=True):
+        for axes, (name, title) in zip(line, PANELS.items(), strict=True):
+            values = [[getattr(f, name)[n] for n in numbers] for f in row]
+            image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+            axes.set_yticks(range(len(row)), [f.method.name for f in row], fontsize=7)
+            axes.set_xticks(range(0, len(numbers), 4), numbers[::4], fontsize=7)
+            axes.set_title(f"{title}, {length:,} tokens", fontsize=9)
+            for n, cells in enumerate(values):
+                axes.text(len(numbers) - 0.2, n, f"{sum(cells) / len(cells):.2f}", fontsize=7, va="center")
+    for axes in panels[-1]:
+        axes.set_xlabel("layer (at the right: mean over layers)", fontsize=8)
+    if image is not None:
+        picture.colorbar(image, ax=panels, pad=0.04, aspect=30, shrink=0.8)
     picture.suptitle("What lists hold, layer by layer", fontsize=11)
     return picture
+
+
+def _kind(gap: Gap) -> str:
+    """What a group of bars is called."""
+    selector = method_of(gap.worse).selector
+    return f"{GAPS[gap.kind]}\n{selector},\n{_sharing(gap.block)}"
 
 
 def _tasks(figures: list[Figure]) -> list[str]:
@@ -156,17 +165,16 @@ def _tasks(figures: list[Figure]) -> list[str]:
 def _grid(
     tasks: Sequence[str], lengths: Sequence[int], width: float, height: float
 ) -> tuple[Picture, list[tuple[str, int, Axes]]]:
-    size = (max(5.0, 0.6 + width * len(lengths)), 1.3 + height * len(tasks))
-    picture, panels = plt.subplots(len(tasks), len(lengths), figsize=size, layout="constrained", squeeze=False)
-    grid = [(task, length, panels[n, m]) for n, task in enumerate(tasks) for m, length in enumerate(lengths)]
+    """A picture of a row a length and a column a task, and its panels."""
+    size = (max(6.5, 0.6 + width * len(tasks)), 1.5 + height * len(lengths))
+    picture, panels = plt.subplots(len(lengths), len(tasks), figsize=size, layout="constrained", squeeze=False)
+    grid = [(task, length, panels[m, n]) for n, task in enumerate(tasks) for m, length in enumerate(lengths)]
     for task, length, axes in grid:
         axes.grid(alpha=0.3)
-        if task == tasks[0]:
-            axes.set_title(f"{length:,} tokens", fontsize=9)
         if length == lengths[0]:
-            axes.set_ylabel(
-                "perplexity over dense (%)" if task == "perplexity" else f"{TASKS.get(task, task)}: right (%)"
-            )
+            axes.set_title("perplexity" if task == "perplexity" else TASKS.get(task, task), fontsize=9)
+        name = "over dense (%)" if task == "perplexity" else "right (%)"
+        axes.set_ylabel(f"{length:,} tokens\n{name}" if task == tasks[0] else name)
     return picture, grid
 
 
@@ -185,6 +193,10 @@ def _dense(axes: Axes, here: list[Figure], task: str, label: str | None = "dense
         worst = max((_shown(f).value for f in here), default=1.0)
         if worst > 60:  # a method that breaks the model would press all others to the floor
             axes.set_yscale("symlog", linthresh=10)
+            axes.set_ylim(min(-2.0, *(_shown(f).value for f in here)), 1.5 * worst)
+            ticks = [tick for tick in (0, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000) if tick < 1.5 * worst]
+            axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+            axes.minorticks_off()
     else:
         axes.set_ylim(-3, 103)
 

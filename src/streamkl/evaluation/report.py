@@ -105,7 +105,7 @@ def _table(task: str, shown: list[Figure]) -> list[str]:
     rows = []
     for f in shown:
         is_dense = f.method == DENSE
-        row = [f"{f.length:,}", f.method.name, str(f.count), _rate(f.quality) if is_rate else _number(f.quality)]
+        row = [f"{f.length:,}", f.method.name, str(f.contexts), _rate(f.quality) if is_rate else _number(f.quality)]
         row.append("" if is_dense else _points(f.change) if is_rate else _percent(f.change))
         if f.change_last is not None:
             row.append("" if is_dense else _percent(f.change_last))
@@ -131,7 +131,7 @@ def _gap_table(lost: list[Gap]) -> list[str]:
 def _layer_table(layers: list[LayerFigure]) -> list[str]:
     rows = []
     for f in layers:
-        row = [f"{f.length:,}", f.method.name, str(f.count)]
+        row = [f"{f.length:,}", f.method.name, str(f.contexts)]
         for values in (f.recall, f.mass):
             lowest = min(values, key=values.__getitem__)
             row += [f"{sum(values.values()) / len(values):.3f}", f"{values[lowest]:.3f} (layer {lowest})"]

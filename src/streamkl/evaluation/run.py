@@ -60,6 +60,7 @@ class Evaluation:
         records = Records(folder, self.full_identity())
         steps = [step for step in (_left(step, records) for step in self.steps()) if step.methods]
         bar = progress.add_task("", total=len(steps))
+        self._warm_up(steps)
         context: Context | None = None
         for step in steps:
             progress.update(bar, description=_told(step, records))
@@ -102,6 +103,13 @@ class Evaluation:
             yield Record(*step[:3], method.name, self._asked(context))
         else:
             yield Record(*step[:3], method.name, self._scored(context))
+
+    def _warm_up(self, steps: list[Step]) -> None:
+        """Runs every kind of method on a few tokens, so that no measured prefill waits for an engine to be built."""
+        kinds = {(method.selector, method.block): method for step in steps for method in step.methods}
+        for method in kinds.values():
+            self.subject.use(method)
+            self.subject.losses(self.haystack.encode(self.haystack.books[0].text[:64])[:16] * 2)
 
     def _asked(self, context: Context) -> dict[str, Any]:
         steps = len(self.haystack.encode(f" {context.answer}")) + MORE

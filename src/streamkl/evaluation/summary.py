@@ -23,7 +23,7 @@ class Figure(NamedTuple):
         task: The task.
         length: Tokens of a context.
         method: The method.
-        count: How many contexts it was run on.
+        contexts: How many it was run on.
         quality: The rate of right answers, from 0 to 1, or the perplexity.
         change: Against dense attention on the same contexts: the difference of rates, or the share by which the
             perplexity is higher.
@@ -34,7 +34,7 @@ class Figure(NamedTuple):
     task: str
     length: int
     method: Method
-    count: int
+    contexts: int
     quality: Estimate
     change: Estimate
     change_last: Estimate | None
@@ -70,7 +70,7 @@ class LayerFigure(NamedTuple):
 
     length: int
     method: Method
-    count: int
+    contexts: int
     recall: dict[int, float]
     mass: dict[int, float]
 

@@ -55,7 +55,7 @@ def finds(model: Any, tokenizer: PreTrainedTokenizerBase, needle: Needle) -> boo
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=len(needle.answer) + 2, do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
     )[0, ids.shape[1] :]  # fmt: skip
-    return needle.answer in tokenizer.decode(new).replace(" ", "")
+    return needle.answer in str(tokenizer.decode(new)).replace(" ", "")
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tiny random models of each family of transformers, with what makes it special: windows, linear layers, shared lists."""
+"""Tiny random models of each family of transformers, with what makes it special: windows, linear layers and so on."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 FUZZ = """
 import torch
 from streamkl.testing import check_accuracy, random_case
-for seed in range(40):
+for seed in range(24):
     case = random_case(seed, dtypes=(torch.float32, torch.bfloat16, torch.float16))
     errors = check_accuracy(case, "cpu")
     assert errors.worst <= 1, f"{errors}; {case}"

@@ -1,7 +1,8 @@
 """Sparse attention in models of transformers: ``sparsify(model, selector)``, by name, and saved with the model.
 
 Importing it registers the attention implementations ``streamkl_sparse``, ``streamkl_oracle``, ``streamkl_window``,
-``streamkl_random`` and ``streamkl_dense``, and lets ``from_pretrained`` find the indexers of a model that was saved sparse.
+``streamkl_random`` and ``streamkl_dense``, and lets ``from_pretrained`` find the indexers of a model that was saved
+sparse.
 """
 
 from streamkl.integrations.transformers.requirements import check_requirements

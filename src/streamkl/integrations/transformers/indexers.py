@@ -31,7 +31,7 @@ class Indexers(nn.ModuleDict):
 
     def of(self, layer: int) -> Indexer | None:
         """The indexer of a layer; ``None`` if it has none."""
-        return self[str(layer)] if str(layer) in self else None  # pyright: ignore[reportReturnType]
+        return dict(self.items()).get(str(layer))  # pyright: ignore[reportReturnType]
 
 
 def new_indexers(
@@ -72,9 +72,7 @@ def own_indexers(model: nn.Module, family: Family) -> Indexers:
     return Indexers({str(layer): indexer for layer, indexer in found.items() if indexer is not None})
 
 
-def save_indexers(
-    path: str | os.PathLike[str], model: nn.Module, indexers: Indexers, selector: Selector
-) -> Path:
+def save_indexers(path: str | os.PathLike[str], model: nn.Module, indexers: Indexers, selector: Selector) -> Path:
     """Writes a folder of indexers, which `load_indexers` reads.
 
     Args:
@@ -136,7 +134,9 @@ def load_indexers(path: str | os.PathLike[str], model: nn.Module) -> tuple[Index
 
 
 def _weights(indexers: Indexers) -> list[tuple[str, str, Tensor]]:
-    return [(layer, *entry) for layer, indexer in indexers.items() for entry in indexer.state_dict(keep_vars=True).items()]
+    return [
+        (layer, *entry) for layer, indexer in indexers.items() for entry in indexer.state_dict(keep_vars=True).items()
+    ]
 
 
 def _name(model: nn.Module, family: Family, layer: int, weight: str) -> str:
@@ -181,7 +181,9 @@ def _check_model(path: Path, description: dict[str, Any], model: nn.Module, fami
     whose = f"{path} holds indexers for {theirs['name'] or 'a model'!r} ({theirs['model_type']})"
     for key in ours:
         if key not in ("name", "fingerprint") and theirs[key] != ours[key]:
-            raise ValueError(f"{whose} with {key} = {theirs[key]}, and this model has {ours[key]}: use its own indexers")
+            raise ValueError(
+                f"{whose} with {key} = {theirs[key]}, and this model has {ours[key]}: use its own indexers"
+            )
     alike = torch.nn.functional.cosine_similarity(*(torch.tensor(x["fingerprint"]) for x in (theirs, ours)), dim=0)
     if alike < ALIKE:
         raise ValueError(

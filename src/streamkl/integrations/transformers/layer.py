@@ -145,9 +145,7 @@ class SparseLayer:
             index = self.family.project(self.indexer, inputs)
             if inputs.cache is not None:
                 before = layout.keys - query.shape[2]
-                index = index._replace(
-                    index_k=index_cache.extended(inputs.cache, self.number, index.index_k, before)
-                )
+                index = index._replace(index_k=index_cache.extended(inputs.cache, self.number, index.index_k, before))
         return AttentionCall(
             layout.queries(query), layout.all_keys(key), scale, cu_seqlens_q=layout.cu_seqlens_q,
             cu_seqlens_k=layout.cu_seqlens_k, index=None if index is None else packed_index(index, layout),

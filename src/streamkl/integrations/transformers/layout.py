@@ -13,8 +13,8 @@ class Layout(NamedTuple):
 
     Attributes:
         keys: How many keys a row of the batch has; a cache may have room for more.
-        cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start; ``None`` if every row of the batch
-            is one whole sequence, and nothing needs to be packed.
+        cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end; ``None`` if every
+            row of the batch is one whole sequence, and nothing needs to be packed.
         cu_seqlens_k: The same for the keys.
         query_at: ``[Tq]``: where each packed query lies in the batch, counted row by row; ``None`` if all are packed.
         key_at: ``[Tk]``: the same for the keys.

@@ -1,7 +1,7 @@
-"""``from_pretrained`` of a model that was saved sparse gives the sparse model.
+"""``from_pretrained`` of a model that was saved sparse, or with a name of StreamKL, gives the sparse model.
 
-transformers has no place for this, so its ``PreTrainedModel.from_pretrained`` is wrapped, once. The wrapper does nothing
-to models whose config has no ``streamkl``.
+transformers has no place for this, so its ``PreTrainedModel.from_pretrained`` is wrapped, once. The wrapper leaves
+models alone whose config has no ``streamkl``, unless such a name is asked for.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from streamkl.integrations.transformers import folder
-from streamkl.integrations.transformers.model import attach_saved
+from streamkl.integrations.transformers.layer import PREFIX
+from streamkl.integrations.transformers.model import attach_loaded
 
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """The options of ``from_pretrained`` that say where files come from."""
+
+MARK = "finds_streamkl"
+"""An attribute by which a wrapped ``from_pretrained`` is known."""
 
 
 def wrap_from_pretrained() -> None:
     """Wraps it, unless it is wrapped already."""
     original = PreTrainedModel.from_pretrained.__func__  # pyright: ignore[reportFunctionMemberAccess]
-    if hasattr(original, "streamkl"):
+    if hasattr(original, MARK):
         return
 
     @functools.wraps(original)
@@ -31,13 +35,13 @@ def wrap_from_pretrained() -> None:
         given = options.get("attn_implementation", getattr(options.get("config"), "_attn_implementation", None))
         loaded = original(cls, name_or_path, *args, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        settings = getattr(model.config, "streamkl", None)
-        if settings is not None:
-            found = _indexers(name_or_path, settings.get("indexers"), options)
-            attach_saved(model, found, given)
+        settings = model.config.__dict__.pop("streamkl", None)
+        if settings is not None or str(given).startswith(PREFIX):
+            where = None if settings is None else settings.get("indexers")
+            attach_loaded(model, settings, _indexers(name_or_path, where, options), given)
         return loaded
 
-    from_pretrained.streamkl = True  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(from_pretrained, MARK, True)
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -47,5 +51,11 @@ def _indexers(name_or_path: Any, where: str | None, options: dict[str, Any]) -> 
         return None
     download = {name: options[name] for name in DOWNLOAD if name in options}
     names = (folder.WEIGHTS, folder.DESCRIPTION, folder.MARKER)
-    files = [cached_file(str(name_or_path), f"{where}/{name}", **download) for name in names]
-    return Path(files[0]).parent
+    try:
+        files = [cached_file(str(name_or_path), f"{where}/{name}", **download) for name in names]
+    except OSError as error:
+        raise ValueError(
+            f"the config of {name_or_path} says that its indexers are in {where!r}, and they are not: copy that folder "
+            f"too, or take 'streamkl' out of config.json"
+        ) from error
+    return Path(str(files[0])).parent

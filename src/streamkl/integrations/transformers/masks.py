@@ -1,4 +1,4 @@
-"""What transformers says of a call's mask, kept as it was said: a mask of ``[Nq, Nk]`` is made for dense layers alone."""
+"""What transformers says of a call's mask, kept as it was said; a mask of ``[Nq, Nk]`` is for dense layers alone."""
 
 from __future__ import annotations
 
@@ -153,9 +153,7 @@ def streamkl_mask(
     )  # fmt: skip
 
 
-def _told_starts(
-    batch: int, rows: int, position_ids: Tensor | None, cu_seqlens: Tensor | None
-) -> Tensor | None:
+def _told_starts(batch: int, rows: int, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
     """``[B, Nq]`` of bool, True where a caller says that a sequence starts; ``None`` if none does."""
     if cu_seqlens is not None and batch == 1:
         starts = torch.zeros(1, rows + 1, dtype=torch.bool, device=cu_seqlens.device)

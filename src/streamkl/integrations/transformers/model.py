@@ -12,13 +12,15 @@ from streamkl.integrations.transformers.families import Family, family_of
 from streamkl.integrations.transformers.indexers import Indexers, load_indexers, own_indexers, save_indexers
 from streamkl.integrations.transformers.layer import PREFIX, Attended, SparseLayer
 from streamkl.integrations.transformers.selection import from_json, to_json
-from streamkl.sparse import IndexerSelector, Selector
+from streamkl.sparse import IndexerSelector, OracleSelector, Selector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FOLDER = "streamkl"
 """Where in a model's folder its indexers are."""
+DEFAULT = OracleSelector(topk=2048, block=64)
+"""How many keys are selected under a name, where nothing else says it."""
 
 
 class SparseModel:
@@ -45,17 +47,16 @@ class SparseModel:
         self._before = _implementation(model)
 
     def attach(self) -> None:
-        """Attaches the layers, and puts the handle and its settings where `save_pretrained` finds them."""
+        """Attaches the layers, and itself to the model."""
         for layer in self.layers.values():
             layer.attach()
-        self.model.streamkl = self
-        self.model.config.streamkl = {"selector": to_json(self.selector), "decode": self.decode}
+        setattr(self.model, "streamkl", self)  # noqa: B010  # no tensor or module, as type checkers want
 
     def remove(self) -> None:
         """Leaves the model as it was before `sparsify`, with the attention implementation that it had."""
         for layer in self.layers.values():
             layer.detach()
-        del self.model.streamkl, self.model.config.streamkl
+        del self.model.streamkl
         if _implementation(self.model).startswith(PREFIX):
             self.model.set_attn_implementation(self._before)
 
@@ -87,20 +88,22 @@ class SparseModel:
         """Saves the model, its indexers beside it, and a config that points to them.
 
         ``from_pretrained(path)`` gives the sparse model again where ``streamkl.integrations.transformers`` has been
-        imported, and the dense one elsewhere.
+        imported, and the dense one elsewhere. ``model.save_pretrained`` saves the dense one.
 
         Args:
             path: The model's folder.
             options: Of the model's ``save_pretrained``.
         """
-        settings = self.model.config.streamkl
+        settings = {"selector": to_json(self.selector), "decode": self.decode}
         if self.indexers and not own_indexers(self.model, self.family):
             self.save_indexers(Path(path) / FOLDER)
-            self.model.config.streamkl = {**settings, "indexers": FOLDER}
+            settings["indexers"] = FOLDER
+        config: Any = self.model.config
+        config.streamkl = settings
         try:
             self.model.save_pretrained(path, **options)
         finally:
-            self.model.config.streamkl = settings
+            del config.streamkl
 
 
 def sparsify(
@@ -127,8 +130,8 @@ def sparsify(
         The handle, which is ``model.streamkl`` as well.
 
     Raises:
-        ValueError: The family is not known, its attention is of a kind that sparse attention is not, the indexers belong
-            to another model, or there is nothing to select with; the message says what to do.
+        ValueError: The family is not known, its attention is of a kind that sparse attention is not, the indexers
+            belong to another model, or there is nothing to select with; the message says what to do.
 
     Example:
         >>> import torch
@@ -170,18 +173,25 @@ def sparsify(
     return handle
 
 
-def attach_saved(model: PreTrainedModel, folder: Path | None, implementation: str | None) -> None:
-    """Makes a model sparse again that `SparseModel.save_pretrained` has saved.
+def attach_loaded(
+    model: PreTrainedModel, settings: dict[str, Any] | None, folder: Path | None, name: str | None
+) -> None:
+    """Makes a model sparse that was saved so, or that was asked for under a name of StreamKL.
 
     Args:
-        model: The model, loaded, with ``config.streamkl``.
-        folder: Where its indexers are; ``None`` if it was saved without.
-        implementation: The attention implementation that was asked for, if one was.
+        model: The model, just loaded.
+        settings: What `SparseModel.save_pretrained` wrote to its config, if it did.
+        folder: Where its indexers are, if there are any.
+        name: The attention implementation that was asked for, if one was.
     """
-    settings = model.config.streamkl
-    sparsify(model, from_json(settings["selector"]), folder, decode=settings["decode"])
-    if implementation is not None:
-        model.set_attn_implementation(implementation)
+    if settings is not None:
+        sparsify(model, from_json(settings["selector"]), folder, decode=settings["decode"])
+    elif name == "streamkl_sparse":
+        sparsify(model)
+    else:
+        sparsify(model, DEFAULT)
+    if name is not None:
+        model.set_attn_implementation(name)
 
 
 def _check_indexers(family: Family, selector: Selector, indexers: Indexers) -> None:
@@ -197,6 +207,6 @@ def _check_indexers(family: Family, selector: Selector, indexers: Indexers) -> N
         raise ValueError(f"the indexers have activation {activation!r}, and the selector {selector.activation!r}")
 
 
-def _implementation(model: PreTrainedModel) -> str:
+def _implementation(model: Any) -> str:
     """The attention implementation of a model's text layers."""
     return model.config.get_text_config()._attn_implementation

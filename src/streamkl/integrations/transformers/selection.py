@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, Selector, WindowSelector
 
@@ -21,7 +21,7 @@ def to_json(selector: Selector) -> dict[str, Any]:
     """
     for kind, cls in KINDS.items():
         if type(selector) is cls:
-            return {"kind": kind, **dataclasses.asdict(selector)}
+            return {"kind": kind, **dataclasses.asdict(cast(Any, selector))}
     raise ValueError(f"only the selectors of streamkl.sparse can be saved: got {type(selector).__name__}")
 
 

@@ -15,6 +15,9 @@ from streamkl.sparse import IndexTensors, Selector
 REFUSED = {"attn_logit_softcapping": "a soft cap on its logits", "sinks": "attention sinks"}
 """Attributes of attention modules that change the softmax in ways that sparse attention does not have."""
 
+Attention = Any
+"""An attention module of transformers, whose attributes no type checker knows."""
+
 
 class Inputs(NamedTuple):
     """What an indexer reads.
@@ -43,16 +46,16 @@ class Family(ABC):
     decode: Literal["dense", "sparse"] = "dense"
     """How a single query attends unless the caller says it."""
 
-    def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
+    def attentions(self, model: nn.Module) -> dict[int, Attention]:
         """The attention modules, by the number of their layer."""
         found = (m for m in model.modules() if any(cls.__name__ == self.attention for cls in type(m).__mro__))
-        return {int(module.layer_idx): module for module in found}  # pyright: ignore[reportArgumentType]
+        return {_number(module): module for module in found}
 
-    def is_global(self, attention: nn.Module) -> bool:
+    def is_global(self, attention: Attention) -> bool:
         """Whether a module sees all keys before a query, so that there is something to select from."""
         return getattr(attention, "sliding_window", None) is None
 
-    def check(self, attention: nn.Module, number: int) -> None:
+    def check(self, attention: Attention, number: int) -> None:
         """Refuses a module whose attention is not what sparse attention computes.
 
         Args:
@@ -73,12 +76,12 @@ class Family(ABC):
         return None
 
     @abstractmethod
-    def indexer(self, attention: nn.Module) -> Indexer | None:
+    def indexer(self, attention: Attention) -> Indexer | None:
         """The indexer that the model itself has in a module, with its own weights; ``None`` for none."""
 
     @abstractmethod
     def new_indexer(
-        self, attention: nn.Module, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
+        self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
     ) -> Indexer:
         """An untrained indexer for a module."""
 
@@ -87,7 +90,7 @@ class Family(ABC):
         """What an indexer makes of a module's inputs, which are constants to it."""
 
     @abstractmethod
-    def fingerprint(self, attention: nn.Module) -> Tensor:
+    def fingerprint(self, attention: Attention) -> Tensor:
         """Some of a module's weights, by which a model is known again."""
 
 
@@ -97,26 +100,25 @@ class GroupedQuery(Family):
     Or, for several heads, a `LightningIndexer`.
     """
 
-    def indexer(self, attention: nn.Module) -> None:
+    def indexer(self, attention: Attention) -> None:
         """None of these models has one."""
 
-    def rotated(self, attention: nn.Module) -> int:
+    def rotated(self, attention: Attention) -> int:
         """How many dims of a head are rotated."""
-        config: Any = attention.config
-        rope = getattr(config, "rope_parameters", None) or {}
-        return int(attention.head_dim * rope.get("partial_rotary_factor", 1.0))  # pyright: ignore[reportOperatorIssue]
+        rope = getattr(attention.config, "rope_parameters", None) or {}
+        return int(attention.head_dim * rope.get("partial_rotary_factor", 1.0))
 
     def new_indexer(
-        self, attention: nn.Module, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
+        self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
     ) -> Indexer:
         """Rotated as the model's heads are, by as many of their frequencies as it has room for."""
         rotated = self.rotated(attention)
         rope_dim = min(head_dim, rotated)
         if rotated % rope_dim:
             raise ValueError(
-                f"head_dim must divide the {rotated} rotated dims of {self.name}'s heads, or not be below: got {head_dim}"
+                f"head_dim must divide the {rotated} rotated dims of {self.name}'s heads, or be no less: got {head_dim}"
             )
-        width: int = attention.q_proj.in_features  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
+        width: int = attention.q_proj.in_features
         options: Any = {
             "head_dim": head_dim, "rope_dim": rope_dim, "activation": activation, "temperature": temperature
         }  # fmt: skip
@@ -133,9 +135,14 @@ class GroupedQuery(Family):
             hidden = hidden.to(weight.dtype)
         return indexer(hidden, position_embeddings=(cos, sin))
 
-    def fingerprint(self, attention: nn.Module) -> Tensor:
+    def fingerprint(self, attention: Attention) -> Tensor:
         """Of the query projection."""
         return few(attention.q_proj)
+
+
+def _number(attention: Attention) -> int:
+    """The number of a module's layer."""
+    return attention.layer_idx
 
 
 def _fewer(table: Tensor, dim: int) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamkl.indexer import Indexer, LightningIndexer
 from streamkl.indexer.base import Activation
 from streamkl.indexer.rope import Layout
-from streamkl.integrations.transformers.families.base import Family, Inputs, few
+from streamkl.integrations.transformers.families.base import Attention, Family, Inputs, few
 from streamkl.sparse import IndexerSelector, IndexTensors
 
 
@@ -24,9 +24,9 @@ class SparseLatent(Family):
         """As many keys a query as the config says."""
         return IndexerSelector(topk=config.index_topk, block=1)
 
-    def indexer(self, attention: nn.Module) -> LightningIndexer | None:
+    def indexer(self, attention: Attention) -> LightningIndexer | None:
         """A `LightningIndexer` that has the module's own maps, so that training it trains the model's indexer."""
-        own: Any = attention.indexer
+        own = attention.indexer
         if own is None:  # it shares the lists of a layer before it
             return None
         with torch.device("meta"):
@@ -39,7 +39,7 @@ class SparseLatent(Family):
         return indexer
 
     def new_indexer(
-        self, attention: nn.Module, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
+        self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
     ) -> Indexer:
         """There is nothing to make."""
         raise ValueError(f"{self.name} has indexers of its own: train those, and leave `indexers` out")
@@ -57,7 +57,7 @@ class SparseLatent(Family):
             index_q=_evens_first(index.index_q, indexer.rope_dim), index_k=_evens_first(index.index_k, indexer.rope_dim)
         )
 
-    def fingerprint(self, attention: nn.Module) -> Tensor:
+    def fingerprint(self, attention: Attention) -> Tensor:
         """Of the latent's projection."""
         return few(attention.q_a_proj)
 

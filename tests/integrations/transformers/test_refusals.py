@@ -1,0 +1,133 @@
+"""What sparse attention does not do is refused, in a sentence that says what was found and what to do."""
+
+import importlib
+import importlib.metadata
+
+import pytest
+import torch
+import transformers
+
+import streamkl.integrations.transformers as skl
+from streamkl.integrations.transformers.families import FAMILIES
+from streamkl.integrations.transformers.requirements import check_requirements
+from streamkl.sparse import IndexerSelector, OracleSelector
+from streamkl.testing.tiny_models import COMMON, tiny_model, tokens
+
+SELECTOR = OracleSelector(4, 2)
+
+
+def gpt_oss():
+    config = transformers.GptOssConfig(**{**COMMON, "num_local_experts": 2, "num_experts_per_tok": 1})
+    return transformers.GptOssForCausalLM(config).eval()
+
+
+@pytest.fixture
+def known_gpt_oss(monkeypatch):
+    """A family that somebody added without a thought for its sinks."""
+
+    class GptOss(skl.GroupedQuery):
+        name, model_types, attention = "gpt_oss", ("gpt_oss",), "GptOssAttention"
+
+    monkeypatch.setitem(FAMILIES, "gpt_oss", GptOss())
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="no family of models is known for model_type 'gpt_oss': there are deepseek_v32"
+    ):
+        skl.sparsify(gpt_oss(), SELECTOR)
+
+
+def test_sinks_are_refused(known_gpt_oss, monkeypatch) -> None:
+    model = gpt_oss()
+    with pytest.raises(ValueError, match=r"layer 0 of this gpt_oss model has attention sinks \(sinks\)"):
+        skl.sparsify(model, SELECTOR)
+    monkeypatch.setattr(skl.GroupedQuery, "check", lambda *args: None)
+    skl.sparsify(model, SELECTOR)
+    with pytest.raises(ValueError, match=r"layer 1 has attention sinks \(s_aux\), which sparse attention does not"):
+        model(tokens(1, 9))
+
+
+def test_a_soft_cap_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"gemma3 model has a soft cap on its logits \(attn_logit_softcapping\)"):
+        skl.sparsify(tiny_model("gemma3", attn_logit_softcapping=30.0), SELECTOR)
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    with pytest.raises(ValueError, match="layer 0 of this gemma3 model is not causal, and sparse attention is"):
+        skl.sparsify(tiny_model("gemma3", use_bidirectional_attention=True), SELECTOR)
+    model = tiny_model("llama")
+    skl.sparsify(model, SELECTOR)
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match=r"padding as a mask of \[batch, tokens\]: layer 0 got a mask of \[2, 1, 9, 9\]"
+    ):
+        model(tokens(2, 9), attention_mask=mask)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
+def test_a_name_without_a_selector_is_refused(family) -> None:
+    model = tiny_model(family)
+    model.set_attn_implementation("streamkl_sparse")
+    with pytest.raises(
+        ValueError, match=r"Attention has no selector: call streamkl\.integrations\.transformers\.sparsify"
+    ):
+        model(tokens(1, 9))
+
+
+def test_dropout_is_refused() -> None:
+    model = tiny_model("llama", attention_dropout=0.1)
+    skl.sparsify(model, SELECTOR)
+    model(tokens(1, 9))
+    with pytest.raises(
+        ValueError, match=r"sparse attention has no dropout: got 0\.1; set attention_dropout to 0, or call"
+    ):
+        model.train()(tokens(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        ("llama", (), "nothing to select keys with: give a selector, such as streamkl.sparse.OracleSelector"),
+        ("llama", (IndexerSelector(4, 1),), "needs indexers, and llama has none of its own: give a folder"),
+        ("qwen3_next", (SELECTOR, 3), "head_dim must divide the 4 rotated dims of qwen3_next's heads"),
+        ("glm_moe_dsa", (SELECTOR, 8), "glm_moe_dsa has indexers of its own: train those"),
+    ],
+)
+def test_indexers_and_selectors_that_do_not_go_together_are_refused(family, arguments, message) -> None:
+    model = tiny_model(family)
+    selector, *head_dim = arguments or (None,)
+    with pytest.raises(ValueError, match=message):
+        skl.sparsify(model, selector, *(skl.new_indexers(model, head_dim=dim) for dim in head_dim))
+    assert not hasattr(model, "streamkl")
+
+
+def test_an_activation_that_is_not_the_indexers_is_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="the indexers have activation None, and the selector 'relu'"):
+        skl.sparsify(model, IndexerSelector(4, 1), skl.new_indexers(model, head_dim=8, activation=None))
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "message"),
+    [
+        (
+            "transformers",
+            "4.57.1",
+            r"transformers 5\.\d+ or later is needed, and 4\.57\.1 is installed: pip install -U",
+        ),
+        ("torch", "2.5.1+cu124", r"torch 2\.6 or later is needed, and 2\.5\.1\+cu124 is installed"),
+        ("transformers", None, r"transformers is not installed: pip install 'streamkl\[hf\]'"),
+    ],
+)
+def test_an_old_or_missing_package_is_refused(monkeypatch, package, version, message) -> None:
+    installed = importlib.metadata.version
+
+    def old(name: str) -> str:
+        if name == package and version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version if name == package else installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", old)
+    with pytest.raises(ImportError, match=message):
+        check_requirements()

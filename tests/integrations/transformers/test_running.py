@@ -1,0 +1,143 @@
+"""The sparse model runs wherever a model of transformers runs, and is the dense one again when told."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, pipeline
+
+import streamkl.integrations.transformers as skl
+from streamkl.integrations.transformers.layer import RELATIVES
+from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, WindowSelector
+from streamkl.testing.tiny_models import FAMILIES, tiny_model, tokens
+
+TOKENS = 24
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_back_to_sdpa_it_is_the_dense_model_bit_for_bit(family) -> None:
+    model, ids = tiny_model(family), tokens(2, TOKENS)
+    dense, names = model(ids).logits, list(model.state_dict())
+    handle = skl.sparsify(model, OracleSelector(4, 2))
+    sparse = model(ids).logits
+    assert (sparse - dense).abs().max() > 0.01
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(ids).logits, dense)
+    model.set_attn_implementation("streamkl_sparse")
+    assert torch.equal(model(ids).logits, sparse)
+    assert list(model.state_dict()) == names
+    handle.remove()
+    assert torch.equal(model(ids).logits, dense)
+    assert not any(hasattr(module, "streamkl_layer") or module._forward_pre_hooks for module in model.modules())
+    assert not hasattr(model, "streamkl")
+
+
+@torch.no_grad()
+def test_the_other_names_select_as_many_keys_in_other_ways() -> None:
+    model, ids = tiny_model("llama"), tokens(2, TOKENS)
+    dense = model(ids).logits
+    handle = skl.sparsify(model, IndexerSelector(6, 4), skl.new_indexers(model, head_dim=8))
+    by_name = {}
+    for name in RELATIVES:
+        model.set_attn_implementation(name)
+        by_name[name] = model(ids).logits
+    for name, selector in (
+        ("streamkl_oracle", OracleSelector(6, 4)), ("streamkl_window", WindowSelector(6, 4)),
+        ("streamkl_random", RandomSelector(6, 4)),
+    ):  # fmt: skip
+        skl.sparsify(model, selector, handle.indexers)
+        assert torch.equal(model(ids).logits, by_name[name])
+    assert torch.equal(by_name["streamkl_dense"], dense)
+    assert len({float(logits.sum()) for logits in by_name.values()}) == len(by_name)
+
+
+@torch.no_grad()
+def test_decoding_is_dense_unless_asked_otherwise() -> None:
+    model, ids = tiny_model("llama"), tokens(1, TOKENS)
+    lists: dict[str, list[int | None]] = {}
+    for decode in (None, "sparse"):
+        handle = skl.sparsify(model, OracleSelector(4, 2), decode=decode)
+        seen = lists[str(decode)] = []
+
+        def count(attended: skl.Attended, seen: list[int | None] = seen) -> None:
+            seen.append(None if attended.indices is None else attended.indices.shape[1])
+
+        with handle.watch(count):
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    blocks, layers = TOKENS // 2, 2
+    assert lists["None"] == [blocks] * layers + [None] * 2 * layers
+    assert lists["sparse"] == [blocks] * layers + [1] * 2 * layers
+
+
+@torch.no_grad()
+def test_a_watcher_sees_what_was_attended_to() -> None:
+    model, ids = tiny_model("gemma3"), tokens(2, TOKENS)
+    handle, seen = skl.sparsify(model, WindowSelector(6, 4), skl.new_indexers(model, head_dim=8)), []
+    with handle.watch(seen.append):
+        model(ids)
+    model(ids)
+    assert [attended.layer for attended in seen] == [1, 2], "the first layer has a window of its own"
+    call = seen[0].call
+    assert (call.q.shape, call.k.shape) == ((2, 4, TOKENS, 8), (2, 2, TOKENS, 8))
+    assert call.scale == 8**-0.5
+    assert (call.index.index_q.shape, call.index.index_k.shape) == ((2, 1, TOKENS, 8), (2, TOKENS, 8))
+    assert (seen[0].indices.shape, seen[0].block) == ((2, TOKENS // 4, 6), 4)
+
+
+@torch.no_grad()
+def test_a_model_is_loaded_by_name(tmp_path) -> None:
+    ids = tokens(2, TOKENS)
+    dense = tiny_model("llama")
+    dense.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="streamkl_window")
+    assert (model.streamkl.selector.topk, model.streamkl.selector.block) == (2048, 64)
+    assert model.config._attn_implementation == "streamkl_window"
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits)
+    with pytest.raises(ValueError, match="nothing to select keys with"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="streamkl_sparse")
+
+
+@torch.no_grad()
+def test_a_selector_of_ones_own_selects() -> None:
+    class Mine:
+        topk, block = 4, 2
+
+        def select(self, call):
+            return OracleSelector(4, 2).select(call)
+
+    model, ids = tiny_model("llama"), tokens(2, TOKENS)
+    skl.sparsify(model, OracleSelector(4, 2))
+    oracle = model(ids).logits
+    handle = skl.sparsify(model, Mine())
+    assert torch.equal(model(ids).logits, oracle)
+    with pytest.raises(ValueError, match=r"only the selectors of streamkl\.sparse can be saved: got Mine"):
+        handle.save_pretrained("nowhere")
+
+
+@torch.no_grad()
+def test_a_copy_of_a_model_has_indexers_of_its_own() -> None:
+    model, ids = tiny_model("llama"), tokens(2, TOKENS)
+    skl.sparsify(model, IndexerSelector(5, 1), skl.new_indexers(model, head_dim=8))
+    logits, other = model(ids).logits, copy.deepcopy(model)
+    assert torch.equal(other(ids).logits, logits)
+    for parameter in other.streamkl.indexers.parameters():
+        parameter.neg_()
+    assert torch.equal(model(ids).logits, logits)
+    assert not torch.equal(other(ids).logits, logits)
+    other.streamkl.remove()
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_generate_beam_search_and_a_pipeline_run_on_a_real_model(smol) -> None:
+    model, tokenizer = smol
+    prompt = "The secret number is 4821. The weather in Paris was fine. Again, the secret number is"
+    skl.sparsify(model, OracleSelector(16, 4))
+    inputs = tokenizer(prompt, return_tensors="pt")
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    for beams in (1, 2):
+        written = tokenizer.decode(model.generate(**inputs, num_beams=beams, **options)[0])
+        assert "number is 4821" in written[len(prompt) - 12 :]
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = generator(prompt, max_new_tokens=6, do_sample=False)[0]["generated_text"]
+    assert "4821" in text[len(prompt) :]

@@ -1,0 +1,156 @@
+"""Indexers in a folder: what is written is read, and nothing that is damaged or belongs to another model."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+import streamkl.integrations.transformers as skl
+from streamkl.integrations.transformers import folder as folders
+from streamkl.sparse import IndexerSelector
+from streamkl.testing.tiny_models import tiny_model, tokens
+
+TOKENS = 24
+
+
+@pytest.fixture
+def sparse():
+    model = tiny_model("llama")
+    return skl.sparsify(model, IndexerSelector(5, 2), skl.new_indexers(model, head_dim=8), decode="sparse")
+
+
+@torch.no_grad()
+def test_a_saved_model_is_sparse_again_where_streamkl_is_imported_and_dense_elsewhere(sparse, tmp_path) -> None:
+    ids = tokens(2, TOKENS)
+    logits = sparse.model(ids).logits
+    sparse.save_pretrained(tmp_path / "model")
+    os.rename(tmp_path / "model", tmp_path / "moved")  # it points to what lies beside it
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert (loaded.streamkl.selector, loaded.streamkl.decode) == (sparse.selector, "sparse")
+    assert torch.equal(loaded(ids).logits, logits)
+    sparse.model.set_attn_implementation("sdpa")
+    dense = sparse.model(ids).logits
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", attn_implementation="sdpa")
+    assert torch.equal(loaded(ids).logits, dense)
+    loaded.set_attn_implementation("streamkl_sparse")
+    assert torch.equal(loaded(ids).logits, logits)
+    elsewhere = PreTrainedModel.from_pretrained.__func__.__wrapped__  # as transformers has it
+    plain = elsewhere(LlamaForCausalLM, tmp_path / "moved")
+    assert torch.equal(plain(ids).logits, dense)
+    loaded.save_pretrained(tmp_path / "dense")
+    assert not hasattr(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), "streamkl")
+    shutil.rmtree(tmp_path / "moved" / "streamkl")
+    with pytest.raises(
+        ValueError, match="says that its indexers are in 'streamkl', and they are not: copy that folder"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "moved")
+
+
+@torch.no_grad()
+def test_a_folder_of_indexers_gives_the_same_selection(sparse, tmp_path) -> None:
+    ids = tokens(2, TOKENS)
+    sparse.save_indexers(tmp_path / "indexers")
+    sparse.save_indexers(tmp_path / "indexers")  # in place of the first
+    assert sorted(os.listdir(tmp_path)) == ["indexers"]
+    description = json.loads((tmp_path / "indexers" / "indexers.json").read_text())
+    assert description["family"] == description["model"]["model_type"] == "llama"
+    assert description["indexer"] == {
+        "kind": "head", "head_dim": 8, "rope_dim": 8, "rope_layout": "half", "activation": "relu",
+    }  # fmt: skip
+    assert description["selector"] == {"kind": "indexer", "topk": 5, "block": 2, "activation": "relu"}
+    other = tiny_model("llama")
+    assert skl.sparsify(other, indexers=tmp_path / "indexers").selector == sparse.selector
+    assert torch.equal(other(ids).logits, sparse.model(ids).logits)
+    more_keys = skl.sparsify(other, IndexerSelector(9, 2), tmp_path / "indexers")
+    assert more_keys.selector.topk == 9
+
+
+def damaged(folder, kind: str) -> str:
+    """Damages a folder, and says what its refusal must say."""
+    weights = folder / folders.WEIGHTS
+    if kind == "cut off":
+        weights.write_bytes(weights.read_bytes()[:-100])
+        return "indexers.safetensors is not what was written"
+    if kind == "a bit":
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+        return "indexers.safetensors is not what was written"
+    if kind == "edited":
+        (folder / folders.DESCRIPTION).write_text((folder / folders.DESCRIPTION).read_text().replace("5", "6"))
+        return "indexers.json is not what was written"
+    if kind == "no weights":
+        weights.unlink()
+        return "has no indexers.safetensors"
+    if kind == "no marker":
+        (folder / folders.MARKER).unlink()
+        return "has no complete.json: writing it did not end"
+    if kind == "marker":
+        (folder / folders.MARKER).write_text("{")
+        return "complete.json is damaged"
+    shutil.rmtree(folder)
+    return "there is no folder of indexers"
+
+
+@pytest.mark.parametrize("kind", ["cut off", "a bit", "edited", "no weights", "no marker", "marker", "gone"])
+def test_a_damaged_folder_is_never_loaded(sparse, tmp_path, kind) -> None:
+    message = damaged(sparse.save_indexers(tmp_path / "indexers"), kind)
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=message):
+        skl.sparsify(model, indexers=tmp_path / "indexers")
+    assert not hasattr(model, "streamkl")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_a_crash_leaves_behind_is_no_folder_of_indexers(sparse, tmp_path, monkeypatch) -> None:
+    sparse.save_indexers(tmp_path / "indexers")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "indexers").iterdir()}
+
+    def crash(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for step in (folders, "save_file"), (folders, "_digest"), (folders.os, "rename"):
+        with monkeypatch.context() as patched:
+            patched.setattr(*step, crash)
+            with pytest.raises(KeyboardInterrupt):
+                sparse.save_indexers(tmp_path / "indexers")
+            with pytest.raises(KeyboardInterrupt):
+                sparse.save_indexers(tmp_path / "new")
+        assert {path.name: path.read_bytes() for path in (tmp_path / "indexers").iterdir()} == before
+        assert not (tmp_path / "new").exists()
+
+
+def test_something_else_at_that_place_is_kept(sparse, tmp_path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is there already and holds no indexers: choose another folder"):
+        sparse.save_indexers(tmp_path)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {"seed": 1}, r"whose weights are not those of this model \(cosine -?0\.\d+\): train indexers"),
+        ("llama", {"hidden_size": 48}, "with hidden_size = 32, and this model has 48: use its own indexers"),
+        ("llama", {"num_hidden_layers": 3}, "with num_hidden_layers = 2, and this model has 3"),
+        ("qwen3", {}, r"holds indexers for .* \(llama\) with model_type = llama, and this model has qwen3"),
+    ],
+)
+def test_indexers_of_another_model_are_refused(sparse, tmp_path, family, options, message) -> None:
+    sparse.save_indexers(tmp_path / "indexers")
+    with pytest.raises(ValueError, match=message):
+        skl.sparsify(tiny_model(family, **options), indexers=tmp_path / "indexers")
+
+
+@torch.no_grad()
+def test_a_finetuned_model_keeps_its_indexers(sparse, tmp_path) -> None:
+    sparse.save_indexers(tmp_path / "indexers")
+    model = tiny_model("llama").bfloat16()
+    for parameter in model.parameters():
+        parameter += 0.03 * parameter.std() * torch.randn_like(parameter) if parameter.dim() > 1 else 0
+    assert len(skl.sparsify(model, indexers=tmp_path / "indexers").indexers) == 2
+    assert model(tokens(1, TOKENS)).logits.dtype == torch.bfloat16
