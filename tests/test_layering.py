@@ -172,18 +172,48 @@ EVALUATION = {
 }
 """The modules of the evaluation, and what each may import besides the public functions."""
 
+TRANSFORMERS = {
+    "__init__": {"requirements", "attention", "families", "indexers", "layer", "loading", "model"},
+    "requirements": set(),
+    "selection": set(),
+    "folder": set(),
+    "index_cache": set(),
+    "layout": set(),
+    "masks": {"layout"},
+    "own_indexer": {"families", "layer", "masks"},  # the layer's type alone
+    "layer": {"", "families", "layout", "masks", "own_indexer", "selection"},
+    "attention": {"layer", "masks", "selection"},
+    "indexers": {"", "families", "selection"},
+    "model": {"families", "indexers", "layer", "selection"},
+    "loading": {"", "model", "selection"},
+    "families/base": set(),
+    "families/dsa": {"families.base"},
+    "families/llama": {"families.base"},
+    "families/qwen3": {"families.base"},
+    "families/qwen3_next": {"families.base"},
+    "families/qwen3_5": {"families.base"},
+    "families/gemma3": {"families.base"},
+    "families/deepseek_v32": {"families.dsa"},
+    "families/glm_moe_dsa": {"families.dsa"},
+    "families/__init__": {
+        f"families.{name}"
+        for name in ("base", "deepseek_v32", "dsa", "gemma3", "glm_moe_dsa", "llama", "qwen3", "qwen3_5", "qwen3_next")
+    },
+}
+"""The modules of the integration into transformers, what of it each may import; all may import sparse and indexer."""
 
-def imports(path: Path) -> set[str]:
-    """The modules of the package that a file imports, anywhere in it."""
+
+def imports(path: Path, package: str = "streamkl") -> set[str]:
+    """The modules of a package that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "streamkl":
-            found |= {f"streamkl.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            found |= {f"{package}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
-    return {name for name in found if name.split(".")[0] == "streamkl"}
+    return {name for name in found if name.split(".")[0] == package}
 
 
 def test_the_core_imports_only_what_lies_below_it() -> None:
@@ -192,8 +222,9 @@ def test_the_core_imports_only_what_lies_below_it() -> None:
 
 
 def test_every_core_module_has_a_rule() -> None:
-    apart = ("bench", "cli", "distillation", "evaluation", "selfcheck", "testing")
-    core = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if path.parts[-2] not in apart}
+    apart = ("bench", "cli", "distillation", "evaluation", "integrations", "selfcheck", "testing")
+    paths = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+    core = {str(path) for path in paths if path.parts[0] not in apart}
     assert core == set(ALLOWED)
 
 
@@ -248,3 +279,19 @@ def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
     assert importers == {
         "cli/doctor.py", "bench/cells.py", "bench/gate.py", "bench/suites.py", "selfcheck/checks.py"
     }  # fmt: skip
+
+
+def test_an_integration_imports_only_what_lies_below_it_and_nothing_imports_it() -> None:
+    folder, package = ROOT / "integrations" / "transformers", "streamkl.integrations.transformers"
+    assert {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.py")} == set(TRANSFORMERS)
+    for name, allowed in TRANSFORMERS.items():
+        found = imports(folder / f"{name}.py") - {"streamkl", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
+        assert found <= {f"{package}.{module}".rstrip(".") for module in allowed}, name
+    importers = {path for path in ROOT.rglob("*.py") if any("integrations" in name for name in imports(path))}
+    assert all(path.is_relative_to(folder) for path in importers)
+
+
+def test_transformers_is_imported_by_its_integration_and_by_what_tests_it() -> None:
+    importers = {path.relative_to(ROOT) for path in ROOT.rglob("*.py") if imports(path, "transformers")}
+    apart = {path for path in importers if path.parts[0] != "integrations"}
+    assert apart == {Path("testing") / f"{name}.py" for name in ("needle", "smollm2", "tiny_models")}

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 import streamkl.integrations.transformers as skl
-from streamkl.integrations.transformers.layer import RELATIVES
+from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
 from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, WindowSelector
 from streamkl.testing.tiny_models import FAMILIES, tiny_model, tokens
 
@@ -39,7 +39,7 @@ def test_the_other_names_select_as_many_keys_in_other_ways() -> None:
     dense = model(ids).logits
     handle = skl.sparsify(model, IndexerSelector(6, 4), skl.new_indexers(model, head_dim=8))
     by_name = {}
-    for name in RELATIVES:
+    for name in IMPLEMENTATIONS:
         model.set_attn_implementation(name)
         by_name[name] = model(ids).logits
     for name, selector in (

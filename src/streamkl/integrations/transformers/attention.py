@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from streamkl.integrations.transformers.layer import RELATIVES, Attended, SparseLayer
+from streamkl.integrations.transformers.layer import Attended, SparseLayer
 from streamkl.integrations.transformers.masks import Mask, Unread, streamkl_mask
+from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
 from streamkl.sparse import sparse_attention
 
 REFUSED = {"softcap": "a soft cap on its logits", "s_aux": "attention sinks", "position_bias": "a bias by position"}
@@ -18,7 +19,7 @@ REFUSED = {"softcap": "a soft cap on its logits", "s_aux": "attention sinks", "p
 
 def register() -> None:
     """Makes the implementations known to transformers, with their masks."""
-    for name in RELATIVES:
+    for name in IMPLEMENTATIONS:
         AttentionInterface.register(name, streamkl_attention)
         AttentionMaskInterface.register(name, streamkl_mask)
 

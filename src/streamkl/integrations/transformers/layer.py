@@ -6,31 +6,16 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from streamkl.indexer import Indexer
 from streamkl.integrations.transformers import index_cache
-from streamkl.integrations.transformers.families import Family, Inputs
+from streamkl.integrations.transformers.families import Attention, Family, Inputs
 from streamkl.integrations.transformers.layout import Layout
 from streamkl.integrations.transformers.masks import Mask, Unread
-from streamkl.sparse import (
-    AttentionCall,
-    IndexerSelector,
-    IndexTensors,
-    OracleSelector,
-    RandomSelector,
-    Selector,
-    WindowSelector,
-)
-
-PREFIX = "streamkl_"
-RELATIVES: dict[str, Callable[[Selector], Selector | None]] = {
-    "streamkl_sparse": lambda own: own,
-    "streamkl_oracle": lambda own: OracleSelector(own.topk, own.block),
-    "streamkl_window": lambda own: WindowSelector(own.topk, own.block),
-    "streamkl_random": lambda own: RandomSelector(own.topk, own.block),
-    "streamkl_dense": lambda own: None,
-}
-"""The attention implementations, and the selector of each, given the one that a model was made sparse with."""
+from streamkl.integrations.transformers.own_indexer import OwnIndexer
+from streamkl.integrations.transformers.selection import IMPLEMENTATIONS, PREFIX
+from streamkl.sparse import AttentionCall, IndexerSelector, IndexTensors, Selector
 
 
 class Attended(NamedTuple):
@@ -54,7 +39,7 @@ class SparseLayer:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Attention,
         family: Family,
         selector: Selector,
         indexer: Indexer | None,
@@ -64,43 +49,39 @@ class SparseLayer:
         self.module, self.family, self.selector, self.indexer = module, family, selector, indexer
         self.decode: Literal["dense", "sparse"] = decode
         self.watchers = watchers
-        self.number = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
+        self.number: int = module.layer_idx
         self.is_global = family.is_global(module)
         self.has_own_indexer = hasattr(module, "indexer")
         self.inputs: Inputs | None = None
         self.index: IndexTensors | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._hook: RemovableHandle | None = None
 
     def attach(self) -> None:
         """Reads what the module is called with from now on."""
-        module: Any = self.module
-        module.streamkl_layer = self
-        self._undo.append(module.register_forward_pre_hook(self.before_attention, with_kwargs=True).remove)
-        if self.has_own_indexer and module.indexer is not None:
-            module.indexer.forward = OwnIndexer(self, module.indexer.forward)
+        self.module.streamkl_layer = self
+        self._hook = self.module.register_forward_pre_hook(self.before_attention, with_kwargs=True)
+        if self.has_own_indexer and self.module.indexer is not None:
+            self.module.indexer.forward = OwnIndexer(self, self.module.indexer.forward)
 
     def detach(self) -> None:
         """Leaves the module as it was."""
-        module: Any = self.module
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        if self.has_own_indexer and module.indexer is not None:
-            del module.indexer.forward
-        del module.streamkl_layer
+        if self._hook is not None:
+            self._hook.remove()
+        if self.has_own_indexer and self.module.indexer is not None:
+            self.module.indexer.forward = self.module.indexer.forward.original
+        del self.module.streamkl_layer
 
     @property
     def implementation(self) -> str:
         """The attention implementation that the model runs with now."""
-        config: Any = self.module.config
-        return config._attn_implementation
+        return self.module.config._attn_implementation
 
     @property
     def active(self) -> Selector | None:
         """What selects keys under this implementation; ``None`` for dense attention."""
         if not self.is_global or not self.implementation.startswith(PREFIX):
             return None
-        return RELATIVES[self.implementation](self.selector)
+        return IMPLEMENTATIONS[self.implementation](self.selector)
 
     def selector_of(self, rows: int) -> Selector | None:
         """What selects keys for a call of so many queries."""
@@ -148,64 +129,10 @@ class SparseLayer:
                 index = index._replace(index_k=index_cache.extended(inputs.cache, self.number, index.index_k, before))
         return AttentionCall(
             layout.queries(query), layout.all_keys(key), scale, cu_seqlens_q=layout.cu_seqlens_q,
-            cu_seqlens_k=layout.cu_seqlens_k, index=None if index is None else packed_index(index, layout),
+            cu_seqlens_k=layout.cu_seqlens_k, index=None if index is None else layout.index_tensors(index),
         )  # fmt: skip
 
     def tell(self, attended: Attended) -> None:
         """Tells the watchers."""
         for watch in self.watchers:
             watch(attended)
-
-
-class OwnIndexer:
-    """Stands in for the ``forward`` of a model's own indexer, which transformers runs without gradients.
-
-    Under any implementation of transformers it is that forward. Under ours the indexer's tensors keep their graph, the
-    lists are found tile by tile, and nothing of size ``[Nq, Nk]`` is made.
-    """
-
-    def __init__(self, layer: SparseLayer, original: Callable[..., Tensor]) -> None:
-        self.layer, self.original = layer, original
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        q_resid: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Any,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-    ) -> Tensor:
-        """The lists of keys, or under another selector an empty tensor."""
-        layer = self.layer
-        if not isinstance(attention_mask, Mask):
-            return self.original(
-                hidden_states, q_resid, position_embeddings, attention_mask, position_ids,
-                past_key_values=past_key_values,
-            )  # fmt: skip
-        assert layer.indexer is not None, "this is the forward of an indexer"
-        index = layer.family.project(layer.indexer, Inputs(hidden_states, position_embeddings, q_resid))
-        if past_key_values is not None:
-            index = index._replace(index_k=past_key_values.update_indexer(index.index_k, layer.number))
-        layer.index = index
-        if not isinstance(layer.active, IndexerSelector):
-            return hidden_states.new_empty(0)
-        layout = attention_mask.layout(hidden_states.device)
-        index = packed_index(index, layout)
-        # The attention's own q and k do not exist yet, and an indexer does not look at them.
-        stand_in = AttentionCall(
-            index.index_q, index.index_k.unsqueeze(1), cu_seqlens_q=layout.cu_seqlens_q,
-            cu_seqlens_k=layout.cu_seqlens_k, index=index,
-        )  # fmt: skip
-        return layer.active.select(stand_in)
-
-
-def packed_index(index: IndexTensors, layout: Layout) -> IndexTensors:
-    """An indexer's tensors of a batch, or packed."""
-    q, k, w = index
-    k = layout.all_keys(k.unsqueeze(1))
-    return IndexTensors(
-        layout.queries(q),
-        k.squeeze(1),
-        None if w is None else layout.queries(w.unsqueeze(1)).squeeze(1),
-    )

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from streamkl.sparse import IndexTensors
+
 
 class Layout(NamedTuple):
     """A batch of ``[B, Nq]`` queries and ``[B, Nk]`` keys as packed sequences.
@@ -74,6 +76,12 @@ class Layout(NamedTuple):
         """``x [B, H, Nk, D]`` without what a cache has room for, or packed ``[Tk, H, D]``."""
         x = x[:, :, : self.keys]
         return _pack(x, self.key_at) if self.packed else x
+
+    def index_tensors(self, index: IndexTensors) -> IndexTensors:
+        """The tensors of an indexer, all keys among them, as they are or packed."""
+        q, k, w = index
+        w = None if w is None else self.queries(w.unsqueeze(1)).squeeze(1)
+        return IndexTensors(self.queries(q), self.all_keys(k.unsqueeze(1)).squeeze(1), w)
 
     def back(self, x: Tensor, batch: int, rows: int) -> Tensor:
         """``x [B, H, Nq, D]`` or packed ``[Tq, H, D]`` as transformers wants it, ``[B, Nq, H, D]``; 0 for padding."""

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from streamkl.integrations.transformers import folder
-from streamkl.integrations.transformers.layer import PREFIX
 from streamkl.integrations.transformers.model import attach_loaded
+from streamkl.integrations.transformers.selection import PREFIX
 
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """The options of ``from_pretrained`` that say where files come from."""

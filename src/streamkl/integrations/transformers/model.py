@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from streamkl.integrations.transformers.families import Family, family_of
 from streamkl.integrations.transformers.indexers import Indexers, load_indexers, own_indexers, save_indexers
-from streamkl.integrations.transformers.layer import PREFIX, Attended, SparseLayer
-from streamkl.integrations.transformers.selection import from_json, to_json
+from streamkl.integrations.transformers.layer import Attended, SparseLayer
+from streamkl.integrations.transformers.selection import PREFIX, from_json, to_json
 from streamkl.sparse import IndexerSelector, OracleSelector, Selector
 
 if TYPE_CHECKING:

@@ -1,12 +1,22 @@
-"""Selectors as the entries of a JSON file, and back."""
+"""Selectors by the name of an attention implementation, and as the entries of a JSON file."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, Selector, WindowSelector
 
+PREFIX = "streamkl_"
+IMPLEMENTATIONS: dict[str, Callable[[Selector], Selector | None]] = {
+    "streamkl_sparse": lambda own: own,
+    "streamkl_oracle": lambda own: OracleSelector(own.topk, own.block),
+    "streamkl_window": lambda own: WindowSelector(own.topk, own.block),
+    "streamkl_random": lambda own: RandomSelector(own.topk, own.block),
+    "streamkl_dense": lambda own: None,
+}
+"""The attention implementations, and what selects under each, given the selector that a model was made sparse with."""
 KINDS = {"indexer": IndexerSelector, "oracle": OracleSelector, "random": RandomSelector, "window": WindowSelector}
 
 

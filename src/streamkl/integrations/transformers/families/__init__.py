@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamkl.integrations.transformers.families.base import Family, GroupedQuery, Inputs
+from streamkl.integrations.transformers.families.base import Attention, Family, GroupedQuery, Inputs
 from streamkl.integrations.transformers.families.deepseek_v32 import DeepseekV32
 from streamkl.integrations.transformers.families.dsa import SparseLatent
 from streamkl.integrations.transformers.families.gemma3 import Gemma3
@@ -14,7 +14,7 @@ from streamkl.integrations.transformers.families.qwen3 import Qwen3
 from streamkl.integrations.transformers.families.qwen3_5 import Qwen35
 from streamkl.integrations.transformers.families.qwen3_next import Qwen3Next
 
-__all__ = ["FAMILIES", "Family", "GroupedQuery", "Inputs", "SparseLatent", "family_of", "register_family"]
+__all__ = ["FAMILIES", "Attention", "Family", "GroupedQuery", "Inputs", "SparseLatent", "family_of", "register_family"]
 
 FAMILIES: dict[str, Family] = {}
 """By ``config.model_type``."""

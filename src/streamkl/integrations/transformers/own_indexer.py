@@ -1,0 +1,58 @@
+"""What stands in for the forward of an indexer that a model has itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from streamkl.integrations.transformers.families import Inputs
+from streamkl.integrations.transformers.masks import Mask
+from streamkl.sparse import AttentionCall, IndexerSelector
+
+if TYPE_CHECKING:
+    from streamkl.integrations.transformers.layer import SparseLayer
+
+
+class OwnIndexer:
+    """The ``forward`` of an indexer that transformers runs without gradients.
+
+    Under any implementation of transformers it is that forward. Under ours the indexer's tensors keep their graph, the
+    lists are found tile by tile, and nothing of size ``[Nq, Nk]`` is made.
+    """
+
+    def __init__(self, layer: SparseLayer, original: Callable[..., Tensor]) -> None:
+        self.layer, self.original = layer, original
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> Tensor:
+        """The lists of keys, or under another selector an empty tensor."""
+        layer = self.layer
+        if not isinstance(attention_mask, Mask):
+            return self.original(
+                hidden_states, q_resid, position_embeddings, attention_mask, position_ids,
+                past_key_values=past_key_values,
+            )  # fmt: skip
+        assert layer.indexer is not None, "this is the forward of an indexer"
+        index = layer.family.project(layer.indexer, Inputs(hidden_states, position_embeddings, q_resid))
+        if past_key_values is not None:
+            index = index._replace(index_k=past_key_values.update_indexer(index.index_k, layer.number))
+        layer.index = index
+        if not isinstance(layer.active, IndexerSelector):
+            return hidden_states.new_empty(0)
+        layout = attention_mask.layout(hidden_states.device)
+        index = layout.index_tensors(index)
+        # The attention's own q and k do not exist yet, and an indexer does not look at them.
+        stand_in = AttentionCall(
+            index.index_q, index.index_k.unsqueeze(1), cu_seqlens_q=layout.cu_seqlens_q,
+            cu_seqlens_k=layout.cu_seqlens_k, index=index,
+        )  # fmt: skip
+        return layer.active.select(stand_in)
