@@ -52,7 +52,8 @@ def new_indexers(
         temperature: Whether an indexer learns a temperature of its scores.
 
     Returns:
-        A `HeadIndexer`, or for several heads a `LightningIndexer`, for each layer that sees all keys, on its device, float32.
+        A `HeadIndexer`, or for several heads a `LightningIndexer`, for each layer that sees all keys, on its device,
+        float32.
 
     Raises:
         ValueError: The model's family is not known, or it has indexers of its own.
