@@ -115,6 +115,16 @@ BENCH = {
     "records": {"bench.cells"},
     "report": {"bench.cells", "bench.records"},
     "plots": {"bench.cells", "bench.records", "bench.report"},
+    "distill": {
+        "bench",
+        "bench.gate",
+        "bench.isolated",
+        "bench.measure",
+        "distillation.indexers",
+        "distillation.model",
+        "distillation.settings",
+        "integrations.transformers.families",
+    },
     "run": {"bench", "bench.cells", "bench.contestants", "bench.records", "bench.suites"},
     "prefill/__init__": set(),
     "prefill/allocator": set(),
@@ -134,6 +144,49 @@ BENCH = {
     },
 }
 """The modules of the benchmark, and what each may import besides the public functions."""
+
+FAMILIES, KEPT = "integrations.transformers.families", "integrations.transformers.indexers"
+DISTILLATION = {
+    "__init__": {"distillation.settings"},
+    "settings": set(),
+    "attention": {"api", "distillation.layer"},
+    "layer": {"api", "indexer", "sparse", FAMILIES},
+    "model": {"api", "distillation", "distillation.layer", FAMILIES, KEPT},
+    "indexers": {"distillation.settings", "indexer", FAMILIES, KEPT},
+    "packing": {"text"},
+    "needles": set(),
+    "samples": {"distillation"},
+    "checkpoints": set(),
+    "curves": set(),
+    "trainer": {
+        "distillation", "distillation.checkpoints", "distillation.curves", "distillation.model", "sparse", KEPT
+    },
+    "run": {
+        "distillation", FAMILIES,
+        *(f"distillation.{name}" for name in ("indexers", "model", "packing", "samples", "settings", "trainer")),
+    },
+    "estimate": {"distillation.run", "distillation.settings"},
+}  # fmt: skip
+"""The modules of distillation, and what each may import."""
+
+
+EVALUATION = {
+    "__init__": set(),
+    "haystack": {"text"},
+    "tasks": {"evaluation.haystack", "text"},
+    "methods": {"sparse"},
+    "plan": {"evaluation.methods", "evaluation.tasks"},
+    "records": set(),
+    "statistics": set(),
+    "subject": {"evaluation.methods", "integrations.transformers"},
+    "layers": {"evaluation.methods", "evaluation.subject", "integrations.transformers", "sparse"},
+    "run": {f"evaluation.{name}" for name in ("haystack", "layers", "methods", "plan", "records", "subject", "tasks")},
+    "summary": {"evaluation.methods", "evaluation.records", "evaluation.statistics"},
+    "plots": {"evaluation.methods", "evaluation.statistics", "evaluation.summary"},
+    "report": {"evaluation", "evaluation.methods", "evaluation.statistics", "evaluation.summary"},
+    "harness": {"evaluation.methods", "integrations.transformers"},
+}
+"""The modules of the evaluation, and what each may import besides the public functions."""
 
 TRANSFORMERS = {
     "__init__": {"requirements", "attention", "families", "indexers", "layer", "loading", "model"},
@@ -165,25 +218,7 @@ TRANSFORMERS = {
 }
 """The modules of the integration into transformers, what of it each may import; all may import sparse and indexer."""
 
-EVALUATION = {
-    "__init__": set(),
-    "haystack": {"text"},
-    "tasks": {"evaluation.haystack", "text"},
-    "methods": {"sparse"},
-    "plan": {"evaluation.methods", "evaluation.tasks"},
-    "records": set(),
-    "statistics": set(),
-    "subject": {"evaluation.methods", "integrations.transformers", "integrations.transformers.folder"},
-    "layers": {"evaluation.methods", "evaluation.subject", "integrations.transformers", "sparse"},
-    "run": {f"evaluation.{name}" for name in ("haystack", "layers", "methods", "plan", "records", "subject", "tasks")},
-    "summary": {"evaluation.methods", "evaluation.records", "evaluation.statistics"},
-    "plots": {"evaluation.methods", "evaluation.statistics", "evaluation.summary"},
-    "report": {"evaluation", "evaluation.methods", "evaluation.statistics", "evaluation.summary"},
-    "harness": {"evaluation.methods", "integrations.transformers"},
-}
-"""The modules of the evaluation, and what each may import besides the public functions."""
-
-ABOVE = ("bench/prefill", "evaluation")
+ABOVE = ("bench", "cli", "distillation", "evaluation", "integrations")
 """Where models of transformers are used."""
 
 
@@ -206,7 +241,7 @@ def test_the_core_imports_only_what_lies_below_it() -> None:
 
 
 def test_every_core_module_has_a_rule() -> None:
-    apart = ("bench", "cli", "evaluation", "integrations", "selfcheck", "testing")
+    apart = ("bench", "cli", "distillation", "evaluation", "integrations", "selfcheck", "testing")
     paths = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
     core = {str(path) for path in paths if path.parts[0] not in apart}
     assert core == set(ALLOWED)
@@ -246,6 +281,20 @@ def test_the_evaluation_imports_only_what_lies_below_it_and_the_command_line_alo
     assert importers == {"cli/evaluate.py", "cli/lm_eval.py"}
 
 
+def test_distillation_imports_only_what_lies_below_it_and_only_the_command_line_and_its_benchmark_import_it() -> None:
+    assert {path.stem for path in (ROOT / "distillation").glob("*.py")} == set(DISTILLATION)
+    for name, allowed in DISTILLATION.items():
+        found = imports(ROOT / "distillation" / f"{name}.py")
+        assert found <= {f"streamkl.{module}" for module in allowed}, name
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if any(name.startswith("streamkl.distillation") for name in imports(path))
+        and path.parent.name != "distillation"
+    }
+    assert importers == {"bench/distill.py", "cli/distill.py"}
+
+
 def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
     importers = {
         str(path.relative_to(ROOT))
@@ -264,11 +313,10 @@ def test_an_integration_imports_only_what_lies_below_it_and_the_core_does_not_im
         found = imports(folder / f"{name}.py") - {"streamkl", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
         assert found <= {f"{package}.{module}".rstrip(".") for module in allowed}, name
     importers = {path for path in ROOT.rglob("*.py") if any("integrations" in name for name in imports(path))}
-    above = {str(path.parent.relative_to(ROOT)) for path in importers if not path.is_relative_to(folder)}
-    assert above <= set(ABOVE)
+    assert all(path.relative_to(ROOT).parts[0] in ABOVE for path in importers)
 
 
-def test_transformers_is_imported_by_its_integration_by_what_uses_and_by_what_tests_it() -> None:
+def test_transformers_is_imported_by_its_integration_by_what_stands_on_it_and_by_what_tests_it() -> None:
     importers = {path.relative_to(ROOT) for path in ROOT.rglob("*.py") if imports(path, "transformers")}
-    apart = {path for path in importers if path.parts[0] != "integrations" and str(path.parent) not in ABOVE}
+    apart = {path for path in importers if path.parts[0] not in ABOVE}
     assert apart == {Path("testing") / f"{name}.py" for name in ("needle", "smollm2", "tiny_models")}

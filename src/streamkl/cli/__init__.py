@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from streamkl.cli import bench, evaluate, lm_eval
+from streamkl.cli import bench, distill, evaluate, lm_eval
 from streamkl.cli.many import ManyValues
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench.app, name="bench")
+app.command(name="distill", cls=ManyValues)(distill.command())
 app.command(cls=ManyValues)(evaluate.oracle)
 app.command(cls=ManyValues)(evaluate.evaluate)
 app.command("lm-eval", context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)

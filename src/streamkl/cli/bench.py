@@ -20,6 +20,7 @@ app = typer.Typer(help="Measures speed, memory and error against attention and t
 SUITES = typer.Argument(None, help="forward, training, eager, dtypes, threads, long, memory, models.")
 RESULTS = typer.Option(Path("bench.jsonl"), help="Where results are added, a line each.")
 DIRECTORY = typer.Option(Path(), help="The directory that the pictures are written to.")
+LENGTHS = typer.Option([2048, 4096, 8192], help="Tokens of a sequence; may be given several times.")
 FILE = typer.Argument(help="Results, as `streamkl bench run` writes them.", exists=True, dir_okay=False)
 
 
@@ -72,6 +73,50 @@ def run(
         if peak > limit_mb:
             sys.exit(f"{peak:,.0f} MB resident, more than {limit_mb:,.0f}")
     console.print(f"Results are in {output}.", highlight=False)
+
+
+@app.command()
+def distill(
+    model: str = typer.Option(..., help="The folder of a model."),
+    length: list[int] = LENGTHS,
+    materialised_up_to: int = typer.Option(2048, help="The longest sequence that the loss's matrices are made for."),
+    seconds: float = typer.Option(10.0, help="How long each call repeats itself, at least five times."),
+    heads: int = typer.Option(1, help="Index heads."),
+    head_dim: int = typer.Option(64, help="Width of an index head."),
+    threads: int = typer.Option(0, help="CPU threads; what torch takes if not given."),
+    output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
+) -> None:
+    """Measures a step of `streamkl distill` beside the frozen model's forward, and beside the materialised loss."""
+    import json
+
+    import torch
+
+    from streamkl.bench import distill as bench
+    from streamkl.bench import machine
+    from streamkl.bench.gate import RedGateError
+
+    if threads:
+        torch.set_num_threads(threads)
+    console = _console()
+    try:
+        costs = bench.run(model, sorted(length), materialised_up_to, seconds, heads, head_dim)
+    except (RedGateError, RuntimeError, ValueError) as error:
+        sys.exit(str(error))
+    table = Table(title="A distillation step, bfloat16", title_justify="left", box=box.SIMPLE)
+    for column in ("tokens", "call", "seconds", "times forward", "extra MB", "over forward, MB"):
+        table.add_column(column, justify="left" if column == "call" else "right")
+    forward = {cost.tokens: cost for cost in costs if cost.call == bench.FORWARD}
+    for cost in costs:
+        beside = forward[cost.tokens]
+        more = (cost.extra_bytes - beside.extra_bytes) / 1e6
+        table.add_row(
+            f"{cost.tokens:,}", cost.call, f"{cost.seconds:.2f}", f"{cost.seconds / beside.seconds:.2f}",
+            f"{cost.extra_bytes / 1e6:,.0f}", "" if cost is beside else f"{more:,.0f}",
+        )  # fmt: skip
+    console.print(table)
+    if output is not None:
+        facts = {**machine.facts(torch.device("cpu")), "threads": torch.get_num_threads(), "model": model}
+        output.write_text(json.dumps({**facts, "costs": [cost._asdict() for cost in costs]}, indent=2) + "\n")
 
 
 @app.command()

@@ -26,7 +26,13 @@ class Indexer(nn.Module, ABC):
     """
 
     def __init__(
-        self, head_dim: int, rope_dim: int, rope_layout: Layout, rope_base: float, activation: Activation
+        self,
+        head_dim: int,
+        rope_dim: int,
+        rope_layout: Layout,
+        rope_base: float,
+        activation: Activation,
+        temperature: bool = False,
     ) -> None:
         super().__init__()
         if not 0 <= rope_dim <= head_dim or rope_dim % 2:
@@ -39,6 +45,7 @@ class Indexer(nn.Module, ABC):
         self.rope_layout: Layout = rope_layout
         self.rope_base = rope_base
         self.activation: Activation = activation
+        self.log_temperature = nn.Parameter(torch.zeros(())) if temperature else None
 
     @abstractmethod
     def forward(
@@ -148,6 +155,10 @@ class Indexer(nn.Module, ABC):
             index_q, index_k, index_w, topk=k, activation=self.activation, causal=causal, window=window,
             cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
         )  # fmt: skip
+
+    def _tempered(self, q: Tensor) -> Tensor:
+        """Queries divided by the learned temperature, if there is one."""
+        return q if self.log_temperature is None else q * (-self.log_temperature).exp().to(q.dtype)
 
     def _rotate(
         self,

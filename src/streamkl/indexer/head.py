@@ -20,6 +20,7 @@ class HeadIndexer(Indexer):
         rope_base: Base of the frequencies where positions, not cosines and sines, are given.
         activation: ``"relu"``, or ``None`` for none.
         eps: Of the LayerNorm.
+        temperature: Learn a temperature that the scores are divided by, from 1 on.
 
     Example:
         >>> import torch
@@ -44,8 +45,11 @@ class HeadIndexer(Indexer):
         rope_base: float = 10000.0,
         activation: Activation = "relu",
         eps: float = 1e-6,
+        temperature: bool = False,
     ) -> None:
-        super().__init__(head_dim, head_dim if rope_dim is None else rope_dim, rope_layout, rope_base, activation)
+        super().__init__(
+            head_dim, head_dim if rope_dim is None else rope_dim, rope_layout, rope_base, activation, temperature
+        )
         self.wq = nn.Linear(hidden_dim if query_dim is None else query_dim, head_dim, bias=False)
         self.wk = nn.Linear(hidden_dim, head_dim, bias=False)
         self.k_norm = nn.LayerNorm(head_dim, eps=eps)
@@ -62,7 +66,7 @@ class HeadIndexer(Indexer):
         """Projects hidden states, and ``query`` where it is given; see `Indexer.forward`."""
         query = hidden if query is None else query
         check_hidden(hidden, query, cu_seqlens)
-        q = self.wq(query).unsqueeze(-2)
+        q = self._tempered(self.wq(query)).unsqueeze(-2)
         k = self.k_norm(self.wk(hidden)).to(q.dtype)  # autocast leaves norms in float32
         q, k = self._rotate(q, k, positions, position_embeddings, cu_seqlens)
         return IndexTensors(q if cu_seqlens is not None else q.transpose(1, 2), k, None)

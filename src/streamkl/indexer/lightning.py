@@ -26,6 +26,7 @@ class LightningIndexer(Indexer):
         rope_base: Base of the frequencies where positions, not cosines and sines, are given.
         activation: ``"relu"``, or ``None`` for none.
         eps: Of the LayerNorm.
+        temperature: Learn a temperature that the scores are divided by, from 1 on.
 
     Example:
         >>> import torch
@@ -51,8 +52,9 @@ class LightningIndexer(Indexer):
         rope_base: float = 10000.0,
         activation: Activation = "relu",
         eps: float = 1e-6,
+        temperature: bool = False,
     ) -> None:
-        super().__init__(head_dim, rope_dim, rope_layout, rope_base, activation)
+        super().__init__(head_dim, rope_dim, rope_layout, rope_base, activation, temperature)
         self.heads = heads
         self.wq_b = nn.Linear(hidden_dim if query_dim is None else query_dim, heads * head_dim, bias=False)
         self.wk = nn.Linear(hidden_dim, head_dim, bias=False)
@@ -71,7 +73,7 @@ class LightningIndexer(Indexer):
         """Projects hidden states, and ``query`` where it is given; see `Indexer.forward`."""
         query = hidden if query is None else query
         check_hidden(hidden, query, cu_seqlens)
-        q = self.wq_b(query).unflatten(-1, (self.heads, self.head_dim))
+        q = self._tempered(self.wq_b(query)).unflatten(-1, (self.heads, self.head_dim))
         k = self.k_norm(self.wk(hidden)).to(q.dtype)  # autocast leaves norms in float32
         q, k = self._rotate(q, k, positions, position_embeddings, cu_seqlens)
         w = self.weights_proj(hidden.to(self.weights_proj.weight.dtype))

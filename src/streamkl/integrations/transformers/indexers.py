@@ -34,16 +34,26 @@ class Indexers(nn.ModuleDict):
         return dict(self.items()).get(str(layer))  # pyright: ignore[reportReturnType]
 
 
-def new_indexers(model: nn.Module, *, head_dim: int = 64, activation: Activation = "relu") -> Indexers:
+def new_indexers(
+    model: nn.Module,
+    *,
+    head_dim: int = 64,
+    activation: Activation = "relu",
+    heads: int = 1,
+    temperature: bool = False,
+) -> Indexers:
     """Untrained indexers for a model that has none.
 
     Args:
         model: A causal language model of transformers.
         head_dim: Width of an indexer's head.
         activation: ``"relu"``, or ``None`` for none.
+        heads: Heads of an indexer; several are added up with weights that the hidden state chooses.
+        temperature: Whether an indexer learns a temperature of its scores.
 
     Returns:
-        A `HeadIndexer` for each layer that sees all keys, on its device, float32.
+        A `HeadIndexer`, or for several heads a `LightningIndexer`, for each layer that sees all keys, on its device,
+        float32.
 
     Raises:
         ValueError: The model's family is not known, or it has indexers of its own.
@@ -52,7 +62,7 @@ def new_indexers(model: nn.Module, *, head_dim: int = 64, activation: Activation
     made = Indexers()
     for layer, attention in family.attentions(model).items():
         if family.is_global(attention):
-            indexer = family.new_indexer(attention, head_dim, activation)
+            indexer = family.new_indexer(attention, head_dim, activation, heads, temperature)
             made[str(layer)] = indexer.to(next(attention.parameters()).device)
     return made
 
@@ -105,7 +115,10 @@ def load_indexers(path: str | os.PathLike[str], model: nn.Module) -> tuple[Index
     indexers = own_indexers(model, family)
     if not indexers:
         shapes = description["indexer"]
-        indexers = new_indexers(model, head_dim=shapes["head_dim"], activation=shapes["activation"])
+        indexers = new_indexers(
+            model, head_dim=shapes["head_dim"], activation=shapes["activation"], heads=shapes.get("heads", 1),
+            temperature=shapes.get("temperature", False),
+        )  # fmt: skip
     wanted = {_name(model, family, int(layer), name): weight for layer, name, weight in _weights(indexers)}
     if wanted.keys() != weights.keys():
         missing, more = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
@@ -140,10 +153,12 @@ def _shapes(indexer: nn.Module) -> dict[str, Any]:
     assert isinstance(indexer, Indexer)
     return {
         "kind": "head" if isinstance(indexer, HeadIndexer) else "lightning",
+        "heads": getattr(indexer, "heads", 1),
         "head_dim": indexer.head_dim,
         "rope_dim": indexer.rope_dim,
         "rope_layout": indexer.rope_layout,
         "activation": indexer.activation,
+        "temperature": indexer.log_temperature is not None,
     }
 
 

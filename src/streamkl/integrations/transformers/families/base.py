@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from streamkl.indexer import HeadIndexer, Indexer
+from streamkl.indexer import HeadIndexer, Indexer, LightningIndexer
 from streamkl.indexer.base import Activation
 from streamkl.sparse import IndexTensors, Selector
 
@@ -80,7 +80,9 @@ class Family(ABC):
         """The indexer that the model itself has in a module, with its own weights; ``None`` for none."""
 
     @abstractmethod
-    def new_indexer(self, attention: Attention, head_dim: int, activation: Activation) -> Indexer:
+    def new_indexer(
+        self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
+    ) -> Indexer:
         """An untrained indexer for a module."""
 
     @abstractmethod
@@ -93,7 +95,10 @@ class Family(ABC):
 
 
 class GroupedQuery(Family):
-    """Models with query and key heads that have no indexer: they get a `HeadIndexer` of the same RoPE."""
+    """Models with query and key heads that have no indexer: they get a `HeadIndexer` of the same RoPE.
+
+    Or, for several heads, a `LightningIndexer`.
+    """
 
     def indexer(self, attention: Attention) -> None:
         """None of these models has one."""
@@ -103,23 +108,32 @@ class GroupedQuery(Family):
         rope = getattr(attention.config, "rope_parameters", None) or {}
         return int(attention.head_dim * rope.get("partial_rotary_factor", 1.0))
 
-    def new_indexer(self, attention: Attention, head_dim: int, activation: Activation) -> HeadIndexer:
-        """One head, rotated as the model's heads are, by as many of their frequencies as it has room for."""
+    def new_indexer(
+        self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
+    ) -> Indexer:
+        """Rotated as the model's heads are, by as many of their frequencies as it has room for."""
         rotated = self.rotated(attention)
         rope_dim = min(head_dim, rotated)
         if rotated % rope_dim:
             raise ValueError(
                 f"head_dim must divide the {rotated} rotated dims of {self.name}'s heads, or be no less: got {head_dim}"
             )
-        return HeadIndexer(attention.q_proj.in_features, head_dim=head_dim, rope_dim=rope_dim, activation=activation)
+        width: int = attention.q_proj.in_features
+        options: Any = {
+            "head_dim": head_dim, "rope_dim": rope_dim, "activation": activation, "temperature": temperature
+        }  # fmt: skip
+        return HeadIndexer(width, **options) if heads == 1 else LightningIndexer(width, heads=heads, **options)
 
     def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
-        """Of the hidden states, in the indexer's dtype."""
+        """Of the hidden states, in the indexer's dtype or autocast's."""
         weight = next(indexer.parameters())
         if weight.device != inputs.hidden.device:
             indexer.to(inputs.hidden.device)
         cos, sin = (_fewer(table, indexer.rope_dim) for table in inputs.position_embeddings)
-        return indexer(inputs.hidden.detach().to(weight.dtype), position_embeddings=(cos, sin))
+        hidden = inputs.hidden.detach()
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(weight.dtype)
+        return indexer(hidden, position_embeddings=(cos, sin))
 
     def fingerprint(self, attention: Attention) -> Tensor:
         """Of the query projection."""

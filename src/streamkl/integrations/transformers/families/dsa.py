@@ -38,7 +38,9 @@ class SparseLatent(Family):
             setattr(indexer, name, getattr(own, name))
         return indexer
 
-    def new_indexer(self, attention: Attention, head_dim: int, activation: Activation) -> Indexer:
+    def new_indexer(
+        self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
+    ) -> Indexer:
         """There is nothing to make."""
         raise ValueError(f"{self.name} has indexers of its own: train those, and leave `indexers` out")
 

@@ -1,0 +1,163 @@
+"""What a distillation step costs beside the frozen model's forward, and with the loss as people write it today.
+
+Run as ``python -m streamkl.bench.distill REQUEST`` for one call's memory, in a process of its own; `run` does.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import streamkl
+from streamkl.bench import baselines
+from streamkl.bench.gate import RedGateError
+from streamkl.bench.isolated import peak_resident, start_counting
+from streamkl.bench.measure import alternate
+
+FORWARD, STEP, MATERIALISED = "forward", "step", "materialised"
+"""The frozen model alone; forward, losses, backward and optimizer; the same with the loss's matrices in memory."""
+GATE_TOKENS, GATE = 512, 0.01
+"""The two ways to the loss must agree to a hundredth, bfloat16's rounding, or no figure is shown."""
+
+
+class Cost(NamedTuple):
+    """One call at one length.
+
+    Attributes:
+        tokens: The length.
+        call: One of the three.
+        seconds: The median of its repetitions.
+        extra_bytes: What it added to its process at its peak.
+    """
+
+    tokens: int
+    call: str
+    seconds: float
+    extra_bytes: int
+
+
+def run(
+    model: str, lengths: list[int], materialised_up_to: int, seconds: float, heads: int, head_dim: int
+) -> list[Cost]:
+    """Measures, length by length; all calls of a length take turns in one process.
+
+    Args:
+        model: The folder of the model.
+        lengths: Tokens of a sequence.
+        materialised_up_to: The longest sequence that the matrices are made for.
+        seconds: How long each call repeats itself, at least five times.
+        heads: Index heads.
+        head_dim: Width of an index head.
+
+    Raises:
+        RedGateError: The two ways to the loss disagree.
+    """
+    bench = Bench(model, heads, head_dim)
+    bench.check()
+    costs = []
+    for tokens in lengths:
+        names = [FORWARD, STEP] + [MATERIALISED] * (tokens <= materialised_up_to)
+        ids = bench.ids(tokens)
+        calls: dict[str, Callable[[], Any]] = {name: bench.call(name, ids) for name in names}
+        measured = alternate(calls, seconds, bench.ready)
+        for name in names:
+            request = {"model": model, "heads": heads, "head_dim": head_dim, "tokens": tokens, "call": name}
+            costs.append(Cost(tokens, name, statistics.median(measured[name]), _memory(request)))
+    return costs
+
+
+class Bench:
+    """A frozen model in bfloat16 with new indexers."""
+
+    def __init__(self, model: str, heads: int, head_dim: int) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from streamkl.distillation.indexers import make_indexers
+        from streamkl.distillation.model import Distiller
+        from streamkl.distillation.settings import Settings
+        from streamkl.integrations.transformers.families import family_of
+
+        settings = Settings(model=model, text=["none"], output="none", heads=heads, head_dim=head_dim)
+        self.backbone = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        family = family_of(self.backbone.config)
+        self.distiller = Distiller(self.backbone, family, make_indexers(self.backbone, family, settings))
+        trained = [p for p in self.distiller.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
+
+    def ids(self, tokens: int) -> Tensor:
+        """A sequence of random tokens."""
+        vocabulary = self.backbone.config.get_text_config().vocab_size
+        return torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+    def ready(self, name: str) -> None:
+        """Sets up what a call runs with."""
+        self.backbone.set_attn_implementation("sdpa" if name == FORWARD else "streamkl_distill")
+        for layer in self.distiller.layers:
+            layer.divergence = materialised_kl if name == MATERIALISED else streamkl.indexer_kl
+
+    def call(self, name: str, ids: Tensor) -> Callable[[], Any]:
+        """The call of a name."""
+        return (lambda: self.forward(ids)) if name == FORWARD else (lambda: self.step(ids))
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor) -> None:
+        """The frozen model, without its head."""
+        self.backbone.base_model(input_ids=ids, use_cache=False)
+
+    def step(self, ids: Tensor) -> None:
+        """A whole step."""
+        self.distiller(ids)["loss"].backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self) -> None:
+        """Raises `RedGateError` if the two ways to the loss disagree."""
+        found = {}
+        for name in (STEP, MATERIALISED):
+            self.ready(name)
+            with torch.no_grad():
+                found[name] = float(self.distiller(self.ids(GATE_TOKENS))["loss"])
+        if not abs(found[STEP] - found[MATERIALISED]) <= GATE * found[MATERIALISED]:
+            raise RedGateError(f"the losses at {GATE_TOKENS} tokens are {found}")
+
+
+def materialised_kl(
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    index_w: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """The loss of relu indexers with both matrices in memory; the teacher's scale is the usual one."""
+    (rows,) = baselines.eager_indexer(teacher_q, teacher_k, index_q, index_k.unsqueeze(1), index_w, causal=True)
+    return rows.mean()
+
+
+def _memory(request: dict[str, Any]) -> int:
+    done = subprocess.run([sys.executable, "-m", __name__, json.dumps(request)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{request} failed: {done.stderr.strip()[-2000:]}")
+    return int(done.stdout.splitlines()[-1])
+
+
+def _main(request: dict[str, Any]) -> None:
+    bench = Bench(request["model"], request["heads"], request["head_dim"])
+    name = request["call"]
+    bench.ready(name)
+    bench.call(name, bench.ids(64))()  # kernels are loaded, and the optimizer has its state
+    call = bench.call(name, bench.ids(request["tokens"]))
+    before = start_counting("cpu")
+    call()
+    sys.stdout.write(f"{peak_resident() - before}\n")
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

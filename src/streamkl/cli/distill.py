@@ -1,0 +1,99 @@
+"""``streamkl distill``: flags of the settings' names, or a YAML file with keys of the same names."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+
+from streamkl.distillation.settings import Settings, helps
+
+
+def command() -> Callable[..., None]:
+    """The command, with a flag for each setting."""
+
+    def distill(**given: Any) -> None:
+        """Trains indexers for a frozen model by KL divergence from its own attention, a layer each.
+
+        Runs alone, or under `accelerate launch -m streamkl distill ...` on several processes.
+        """
+        given.pop("config")
+        try:
+            settings = Settings(**given)
+        except ValueError as error:
+            sys.exit(str(error))
+        run(settings)
+
+    hints, texts = get_type_hints(Settings), helps()
+    parameters = [
+        inspect.Parameter(
+            "config",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=typer.Option(
+                None, callback=_read, is_eager=True, exists=True, dir_okay=False,
+                help="A YAML file with settings by their names; flags win over it.",
+            ),
+            annotation=Path,
+        )
+    ]  # fmt: skip
+    for field in dataclasses.fields(Settings):
+        listed = field.default is dataclasses.MISSING
+        option = typer.Option([] if listed else field.default, help=texts[field.name])
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hints[field.name])
+        )
+    distill.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    distill.__annotations__ = {p.name: p.annotation for p in parameters}
+    return distill
+
+
+def run(settings: Settings) -> None:
+    """Trains, or says what it would take; what a user can mend ends in a message, not in a traceback."""
+    try:
+        from streamkl.distillation.checkpoints import CheckpointError
+        from streamkl.distillation.run import distill
+        from streamkl.distillation.trainer import NotFiniteError
+    except ImportError as error:
+        sys.exit(f"{error}\ndistillation needs transformers and accelerate: pip install 'streamkl[hf]'")
+    try:
+        if settings.dry_run:
+            from streamkl.distillation.estimate import estimate
+
+            typer.echo(estimate(settings))
+            return
+        result = distill(settings)
+    except (CheckpointError, NotFiniteError, ValueError, OSError) as error:
+        sys.exit(str(error))
+    typer.echo(f"Indexers are in {result.indexers}.")
+    if result.model is not None:
+        typer.echo(f"The model with them is in {result.model}.")
+    if result.curves is not None:
+        typer.echo(f"Curves are in {result.curves}.")
+    if result.skipped:
+        typer.echo(f"{result.skipped} steps were skipped because their gradients were not finite.")
+
+
+def _read(context: typer.Context, path: Path | None) -> Path | None:
+    """Makes the file's values the defaults of the flags."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} is not YAML: {error}") from None
+    found = {} if found is None else found
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{path} must hold names and values of settings")
+    found = {str(name).replace("-", "_"): value for name, value in found.items()}
+    unknown = sorted(found.keys() - {field.name for field in dataclasses.fields(Settings)})
+    if unknown:
+        raise typer.BadParameter(f"{path} names settings that do not exist: {', '.join(unknown)}")
+    context.default_map = {**(context.default_map or {}), **found}
+    return path

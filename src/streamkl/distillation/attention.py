@@ -1,0 +1,108 @@
+"""The attention implementation under which a frozen model teaches: dense attention that keeps its log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from streamkl.api import attention_lse
+
+if TYPE_CHECKING:
+    from streamkl.distillation.layer import Layer
+
+NAME = "streamkl_distill"
+REFUSED = {"softcap": "a soft cap on logits", "s_aux": "attention sinks", "position_bias": "a bias by position"}
+"""Arguments that change the softmax in ways that the loss does not have."""
+
+
+class Causal:
+    """The mask of sequences without padding, which needs no tensor; a model that takes a part of it gets it whole."""
+
+    def __getitem__(self, part: Any) -> Causal:
+        return self
+
+
+def register() -> None:
+    """Makes the implementation known to transformers, with its masks."""
+    AttentionInterface.register(NAME, distill_attention)
+    AttentionMaskInterface.register(NAME, distill_mask)
+
+
+def distill_mask(
+    *args: Any,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Causal | Tensor | None:
+    """`Causal` where nothing is padded and nothing but the causal mask hides a key, else SDPA's mask."""
+    if mask_function is causal_mask_function and attention_mask is None:
+        return Causal()
+    return sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+
+
+def distill_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Causal | Tensor | None,
+    *,
+    scaling: float | None = None,
+    indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attends to all keys, and lets the layer learn from it.
+
+    Args:
+        module: The attention module.
+        query: ``[B, H, N, D]``, after RoPE.
+        key: ``[B, Hkv, N, D]``.
+        value: ``[B, Hkv, N, Dv]``.
+        attention_mask: What `distill_mask` made.
+        scaling: Multiplies the products; ``1/sqrt(D)`` if not given.
+        indices: The lists of a model's own indexer: the teacher is dense, so they are not read.
+        kwargs: What models pass to every implementation.
+
+    Returns:
+        ``[B, N, H, Dv]``, and ``None`` for the attention weights.
+    """
+    layer: Layer | None = getattr(module, "streamkl_distilled", None)
+    if layer is None and not isinstance(attention_mask, Causal):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for name, what in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} has {what} ({name}), which the loss does not support")
+    if not isinstance(attention_mask, Causal) or query.shape[2] != key.shape[2]:
+        raise ValueError("distillation takes whole causal sequences without padding or cache: pack the text")
+    output, lse = attend(query, key, value, scaling)
+    if layer is not None:
+        layer.learn(query, key, scaling, lse)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Causal attention ``[B, H, N, Dv]`` and the log-sum-exp of its logits ``[B, H, N]``.
+
+    On the CPU both come out of PyTorch's flash attention. Elsewhere, and for values that are wider than keys, the
+    log-sum-exp takes a sweep of its own.
+    """
+    width, group = value.shape[-1], query.shape[1] // key.shape[1]
+    if query.device.type == "cpu" and width <= query.shape[-1]:
+        every_key, every_value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
+        if width < query.shape[-1]:  # latent attention has narrower values; the kernel wants one width
+            every_value = functional.pad(every_value, (0, query.shape[-1] - width))
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, every_key, every_value, is_causal=True, scale=scale
+        )
+        return output[..., :width], lse
+    output = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=group > 1
+    )
+    return output, attention_lse(query, key, scale=scale, causal=True)

@@ -1,0 +1,71 @@
+"""What was measured while training, layer by layer: a line of JSON for each step of the log, and pictures of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LOG, PICTURE = "curves.jsonl", "curves.png"
+FIGURES = {"kl": "KL divergence", "recall": "recall of the oracle's keys", "mass": "covered attention mass"}
+
+
+class Curves:
+    """The log of a run.
+
+    Args:
+        folder: Of the run.
+        step: Where the run starts; what an interrupted run logged after it is dropped.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = folder / LOG
+        kept = [line for line in read(self.path) if line["step"] <= step]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Adds what was measured at one step."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; one that was cut off is left out."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def draw(folder: Path) -> Path | None:
+    """Draws the curves of a run, a line a layer; ``None`` where matplotlib is missing or nothing was logged."""
+    lines = read(folder / LOG)
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    if not lines:
+        return None
+    layers = list(lines[0]["layers"])
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    colours = colormaps["viridis"]
+    for axes, (name, title) in zip(figure.subplots(1, len(FIGURES)), FIGURES.items(), strict=True):
+        for n, layer in enumerate(layers):
+            colour = colours(n / max(1, len(layers) - 1))
+            told = [(x["step"], x["layers"][layer][name]) for x in lines if x["layers"][layer].get(name) is not None]
+            axes.plot(*zip(*told, strict=True) if told else ((), ()), color=colour, linewidth=0.8)
+        told = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
+        axes.plot(*zip(*told, strict=True) if told else ((), ()), color="black", linewidth=2, label="mean")
+        axes.set(title=title, xlabel="step", yscale="log" if name == "kl" else "linear")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(f"{len(layers)} layers, the first dark and the last light")
+    path = folder / PICTURE
+    figure.savefig(path, dpi=110)
+    return path

@@ -1,0 +1,64 @@
+"""What a run would take: a few of its batches are run, and nothing is written."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+
+import torch
+
+from streamkl.distillation.run import prepare
+from streamkl.distillation.settings import Settings
+
+BATCHES = 3
+"""The first of them warms up."""
+
+
+def estimate(settings: Settings) -> str:
+    """What the run trains and on how much text, and the memory and time that it is expected to take on one process."""
+    prepared = prepare(settings)
+    model, samples = prepared.model, prepared.samples
+    trained = [p for p in model.parameters() if p.requires_grad]
+    device = torch.device("cuda" if torch.cuda.is_available() and settings.device == "auto" else "cpu")
+    model.to(device)
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+    seconds = []
+    for number in range(BATCHES):
+        rows = [samples[(number * settings.batch + n) % len(samples)] for n in range(settings.batch)]
+        batch = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
+        start = time.perf_counter()
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    batches = settings.steps * settings.accumulation
+    weights = sum(p.numel() for p in trained)
+    passes = len(samples) / len(samples.sequences)
+    return "\n".join(
+        (
+            f"trains    {len(model.layers)} indexers with {weights:,} weights, by {settings.steps:,} steps of "
+            f"{settings.batch * settings.accumulation} x {settings.length:,} tokens",
+            f"text      {samples.sequences.size:,} tokens, which the run passes {passes:.1f} times",
+            f"memory    {_peak(device) / 1e9:.1f} GB at its peak, on {device}",
+            f"time      {_duration(statistics.median(seconds[1:]) * batches)}, without what is measured for the log "
+            f"({statistics.median(seconds[1:]):.2f} s a batch, of {BATCHES - 1} here)",
+            f"disk      {settings.keep * 12 * weights / 1e6:.0f} MB for {settings.keep} checkpoints",
+        )
+    )
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

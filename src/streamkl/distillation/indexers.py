@@ -1,0 +1,120 @@
+"""New indexers for a frozen model, with plain weights or with ones that are made of the teacher's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamkl.distillation.settings import Settings
+from streamkl.indexer import HeadIndexer, Indexer, LightningIndexer
+from streamkl.integrations.transformers.families import Family, GroupedQuery
+from streamkl.integrations.transformers.indexers import Indexers
+
+
+def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> Indexers:
+    """An indexer for each layer that sees all keys: the model's own where it has them, else new ones in float32.
+
+    The same seed gives the same weights. Attention modules that share another layer's lists have none.
+
+    Raises:
+        ValueError: No layer of the model sees all keys.
+    """
+    indexers = Indexers()
+    generator = torch.Generator().manual_seed(settings.seed)
+    for number, attention in sorted(family.attentions(backbone).items()):
+        if not family.is_global(attention):
+            continue
+        if isinstance(family, GroupedQuery):
+            indexers[str(number)] = _new(family, attention, settings, generator)
+        else:
+            own = family.indexer(attention)
+            if own is not None:
+                indexers[str(number)] = (
+                    own.float()
+                )  # optimizers want float32; other weights of the model stay as they are
+    if not indexers:
+        raise ValueError(f"no layer of this {family.name} model attends to all keys: there is nothing to distill")
+    return indexers
+
+
+def _new(family: GroupedQuery, attention: Any, settings: Settings, generator: torch.Generator) -> Indexer:
+    """One indexer, whose weights are drawn in float32 on the CPU, whatever the model's dtype and device."""
+    activation = None if settings.activation == "none" else "relu"
+    indexer = family.new_indexer(attention, settings.head_dim, activation, settings.heads, settings.temperature)
+    for parameter in indexer.parameters():
+        if parameter.dim() == 2:
+            bound = parameter.shape[1] ** -0.5  # as nn.Linear's own, by a generator of ours
+            with torch.no_grad():
+                parameter.uniform_(-bound, bound, generator=generator)
+    if settings.init == "teacher":
+        _take_over(indexer, attention)
+    return indexer
+
+
+@torch.no_grad()
+def _take_over(indexer: Indexer, attention: Any) -> None:
+    """Sets the indexer's maps so that its product is near the mean of the teacher's heads'.
+
+    A frequency of RoPE turns two dims of a head, which are one complex number. Before rotation the teacher's mean
+    product is, for a frequency, ``conj(x) M x`` with ``M`` the mean over heads of ``q_h^H k_h``, of rank ``H`` at most,
+    and an index head's is the same with a matrix of rank 1. The best one is that of the largest singular value.
+    Several index heads share a key, the best for all, and each takes the query map of its own share of the heads.
+    """
+    head_dim, rope = attention.head_dim, indexer.rope_dim
+    if rope != indexer.head_dim or rope != head_dim:
+        raise ValueError(
+            f"init='teacher' needs index heads of the teacher's width, all of it rotated, {head_dim}: "
+            f"got {indexer.head_dim} with {rope} rotated"
+        )
+    q = _planes(attention.q_proj.weight, head_dim)  # [H, head_dim/2, hidden], complex
+    k = _planes(attention.k_proj.weight, head_dim)
+    k = k.repeat_interleave(len(q) // len(k), 0)
+    heads = indexer.heads if isinstance(indexer, LightningIndexer) else 1
+    left, size, right = _best(q, k)
+    query_maps = []
+    for share in torch.arange(len(q)).tensor_split(heads):
+        if heads == 1:
+            query_maps.append(left * size[:, None])
+        else:  # the query map that, with the shared key, is nearest to the share's own product
+            inner = torch.einsum("hfd,fd->hf", k[share], right.conj())
+            query_maps.append(torch.einsum("hfd,hf->fd", q[share], inner.conj()) / len(share))
+    maps = torch.cat([_rows(m) for m in query_maps])
+    # The key's LayerNorm gives it a norm of sqrt(head_dim), in place of what it has on hidden states of variance 1.
+    key_map = _rows(right)
+    maps *= (key_map.norm() / head_dim**0.5).clamp(min=1e-6)
+    if isinstance(indexer, LightningIndexer):
+        indexer.wq_b.weight.copy_(maps)
+    else:
+        assert isinstance(indexer, HeadIndexer), "there are two kinds"
+        indexer.wq.weight.copy_(maps)
+    wk: nn.Linear = indexer.wk  # pyright: ignore[reportAssignmentType]
+    wk.weight.copy_(key_map)
+
+
+def _best(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the mean over heads of ``q_h^H k_h``, each frequency's first singular vectors and value.
+
+    ``q`` and ``k`` are ``[H, frequencies, hidden]``; their products have rank ``H``, so small matrices are enough.
+    """
+    lefts, sizes, rights = [], [], []
+    for a, b in zip(q.unbind(1), k.unbind(1), strict=True):  # [H, hidden]
+        qa, ra = torch.linalg.qr(a.conj().mT)  # a^H = qa ra
+        qb, rb = torch.linalg.qr(b.conj().mT)
+        u, s, vh = torch.linalg.svd(ra @ rb.conj().mT / len(a))  # a^H b = qa (ra rb^H) qb^H
+        lefts.append((qa @ u[:, :1])[:, 0].conj())
+        sizes.append(s[0])
+        rights.append((vh[:1] @ qb.conj().mT)[0])
+    return torch.stack(lefts), torch.stack(sizes), torch.stack(rights)
+
+
+def _planes(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of heads, rotated in halves, as complex ones: ``[H * head_dim, hidden]`` to ``[H, head_dim/2, hidden]``."""
+    first, second = weight.detach().float().cpu().unflatten(0, (-1, 2, head_dim // 2)).unbind(1)
+    return torch.complex(first, second)
+
+
+def _rows(planes: Tensor) -> Tensor:
+    """The other way: ``[head_dim/2, hidden]`` to ``[head_dim, hidden]``."""
+    return torch.cat((planes.real, planes.imag))

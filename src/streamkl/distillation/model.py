@@ -1,0 +1,81 @@
+"""A frozen model and the indexers that learn from it, as the one module that a trainer trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamkl.api import indexer_kl
+from streamkl.distillation import attention
+from streamkl.distillation.layer import Layer, Loss
+from streamkl.integrations.transformers.families import Family
+from streamkl.integrations.transformers.indexers import Indexers
+
+
+class Distiller(nn.Module):
+    """Runs the frozen model without gradients; its loss is the sum of the layers' losses.
+
+    Args:
+        backbone: A causal language model of transformers.
+        family: Its family.
+        indexers: Those of its layers; of a family with indexers of its own they are the model's.
+        loss: Takes the arguments of `streamkl.indexer_kl`.
+    """
+
+    def __init__(self, backbone: Any, family: Family, indexers: Indexers, *, loss: Loss = indexer_kl) -> None:
+        super().__init__()
+        attention.register()
+        backbone.requires_grad_(False)
+        backbone.eval()
+        backbone.set_attn_implementation(attention.NAME)
+        self.backbone = backbone
+        self.family = family
+        self.indexers = indexers.requires_grad_(True)
+        modules = family.attentions(backbone)
+        self.layers = [Layer(modules[int(n)], family, indexers[n], loss) for n in indexers]  # pyright: ignore[reportArgumentType]
+        self.finite = torch.ones(len(self.layers), dtype=torch.bool)
+
+    def train(self, mode: bool = True) -> Distiller:
+        """Leaves the frozen model as it is evaluated."""
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def forward(self, input_ids: Tensor, row_weight: Tensor | None = None) -> dict[str, Tensor]:
+        """Sum of the layers' KL divergences.
+
+        Args:
+            input_ids: ``[B, N]``: whole sequences, without padding.
+            row_weight: ``[B, N]``: how much each query weighs, the same sum for every sequence.
+        """
+        for layer in self.layers:
+            layer.row_weight = row_weight
+        with torch.no_grad():
+            self.backbone.base_model(input_ids=input_ids, use_cache=False)
+        losses = []
+        for layer in self.layers:
+            assert layer.loss is not None, "every attention module was called"
+            losses.append(layer.loss)
+        stacked = torch.stack(losses)
+        self.finite = self.finite.to(stacked.device) & stacked.detach().isfinite()
+        return {"loss": stacked.sum()}
+
+    def measure(self, topk: int) -> None:
+        """Measures recall and mass with so many keys from the next batch on; 0 for no longer."""
+        for layer in self.layers:
+            layer.topk = topk
+
+    def figures(self) -> dict[int, dict[str, float]]:
+        """KL of each layer's last batch, and recall and mass of the last batch that was measured."""
+        return {
+            layer.number: {"kl": float("nan") if layer.loss is None else layer.loss.item(), **layer.figures}
+            for layer in self.layers
+        }
+
+    def take_broken(self) -> list[int]:
+        """The layers that had a loss that was not finite since this was last asked."""
+        broken = [layer.number for layer, finite in zip(self.layers, self.finite.tolist(), strict=True) if not finite]
+        self.finite = torch.ones(len(self.layers), dtype=torch.bool)
+        return broken

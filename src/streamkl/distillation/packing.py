@@ -1,0 +1,97 @@
+"""Text packed into sequences of one length: documents one after another, an end-of-text token between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from streamkl.text import TextError, documents
+
+DATASET = "dataset:"
+"""What a source of the ``datasets`` library begins with: ``dataset:NAME`` or ``dataset:NAME@SPLIT``."""
+PART = 1 << 17
+"""How many characters are tokenized at a time."""
+
+
+def packed(tokenizer: Any, sources: list[str], length: int, most: int, *, field: str, encoding: str) -> np.ndarray:
+    """Sequences of tokens, ``[sequences, length]``, uint32.
+
+    Text is read and tokenized until there are enough sequences, so a source may be of any size.
+
+    Args:
+        tokenizer: Of transformers.
+        sources: Files, folders, or datasets by ``dataset:NAME@SPLIT``.
+        length: Tokens of a sequence.
+        most: How many sequences there are at most.
+        field: The field of a JSONL line or a dataset's row that has the text.
+        encoding: Of files.
+
+    Raises:
+        TextError: A source cannot be read, or there is less text than one sequence.
+    """
+    first = _first(tokenizer)
+    width = length - len(first)
+    wanted, parts, found = width * most, [], 0
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for starts, text in _texts(sources, field, encoding):
+        # transformers warns of texts longer than the model reads, which these are before they are cut
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = np.asarray(end + ids if starts and found else ids, dtype=np.uint32)
+        parts.append(ids)
+        found += len(ids)
+        if found >= wanted:
+            break
+    if found < width or not width:
+        raise TextError(
+            f"the text has {found:,} token{'' if found == 1 else 's'}, less than one sequence of {length:,}: "
+            f"name more text, or a smaller length"
+        )
+    sequences = min(found // width, most)
+    text = np.concatenate(parts)[: sequences * width].reshape(sequences, width)
+    return np.concatenate((np.tile(first, (sequences, 1)), text), 1)
+
+
+def _first(tokenizer: Any) -> np.ndarray:
+    """The token that the tokenizer puts before every text, and a sequence therefore starts with, if there is one."""
+    ids = tokenizer.encode("a")
+    known = len(ids) > 1 and ids[0] == tokenizer.bos_token_id
+    return np.asarray(ids[:1] if known else [], dtype=np.uint32)
+
+
+def _texts(sources: list[str], field: str, encoding: str) -> Iterator[tuple[bool, str]]:
+    """Texts in the order of their sources, each with whether a document starts with it."""
+    files = [source for source in sources if not source.startswith(DATASET)]
+    if files:
+        for document in documents(files, field=field, encoding=encoding, part=PART):
+            yield document.part == 0, document.text
+    for source in sources:
+        if source.startswith(DATASET):
+            for text in _rows(source.removeprefix(DATASET), field):
+                yield True, text
+
+
+def _rows(name: str, field: str) -> Iterator[str]:
+    """The texts of a dataset: of a folder that ``save_to_disk`` wrote, or whatever ``load_dataset`` takes."""
+    import datasets
+
+    name, _, split = name.partition("@")
+    try:
+        loaded: Any = datasets.load_from_disk(name)
+        loaded = loaded[split or "train"] if isinstance(loaded, dict) else loaded
+    except (FileNotFoundError, KeyError):
+        try:
+            loaded = datasets.load_dataset(name, split=split or "train", streaming=True)
+        except Exception as error:
+            raise TextError(f"datasets cannot load {name!r}, split {split or 'train'!r}: {error}") from error
+    rows: Iterable[Any] = loaded
+    empty = True
+    for row in rows:
+        if not isinstance(row.get(field), str):
+            raise TextError(f"a row of {name!r} has no text under {field!r}, but {', '.join(map(repr, row))}")
+        if row[field].strip():
+            empty = False
+            yield row[field]
+    if empty:
+        raise TextError(f"no text in the dataset {name!r}")

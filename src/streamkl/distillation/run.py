@@ -1,0 +1,193 @@
+"""A distillation run, from its settings to a folder of trained indexers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from streamkl.distillation import checkpoints, curves
+from streamkl.distillation.indexers import make_indexers
+from streamkl.distillation.model import Distiller
+from streamkl.distillation.packing import packed
+from streamkl.distillation.samples import Samples
+from streamkl.distillation.settings import Settings
+from streamkl.distillation.trainer import INDEXERS, DistillationTrainer, write_indexers
+from streamkl.integrations.transformers.families import GroupedQuery, family_of
+
+MODEL, SETTINGS = "model", "settings.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a run's results are.
+
+    Attributes:
+        indexers: The folder of trained indexers, for `streamkl.integrations.transformers.sparsify`.
+        model: The folder of the model, if its indexers are its own, for plain transformers.
+        curves: The picture, if there is matplotlib.
+        skipped: How many steps were skipped because their gradients were not finite.
+    """
+
+    indexers: Path
+    model: Path | None
+    curves: Path | None
+    skipped: int
+
+
+def distill(settings: Settings) -> Result:
+    """Trains indexers for a frozen model; see `Settings`.
+
+    Raises:
+        ValueError: A setting, the text or the model does not do, or the output folder holds another run.
+        CheckpointError: A checkpoint could not be written.
+        NotFiniteError: Too many steps in a row had gradients that are not finite.
+    """
+    output = Path(settings.output)
+    args = training_arguments(settings)
+    resumed = _resumed(settings, output, args)
+    prepared = prepare(settings, args.world_size)
+    about = {"settings": settings.training(), "processes": args.world_size, "tokens": prepared.digest}
+    if resumed is not None:
+        _check_same(resumed, about)
+    if args.should_save:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / SETTINGS).write_text(json.dumps(settings.training(), indent=2) + "\n")
+    trainer = DistillationTrainer(
+        prepared.model, args, prepared.samples, about=about, topk=settings.measured, block=settings.block,
+        keep=settings.keep, max_skipped=settings.max_skipped if settings.on_nan == "skip" else 0,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+    result = Result(output / INDEXERS, None, None, trainer.skip.skipped)
+    if args.should_save:
+        result = _write_results(output, prepared, settings, result)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    return result
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run trains, and on what."""
+
+    model: Distiller
+    samples: Samples
+    digest: str
+    dtypes: dict[str, torch.dtype]
+
+
+def prepare(settings: Settings, processes: int = 1) -> Prepared:
+    """Loads the model, packs the text and makes the indexers.
+
+    Args:
+        settings: Of the run.
+        processes: How many processes train together.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    config = AutoConfig.from_pretrained(settings.model)
+    family = family_of(config)  # before anything large is loaded
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    count = settings.steps * settings.batch * settings.accumulation * processes
+    sequences = packed(
+        tokenizer, settings.text, settings.length, count, field=settings.field, encoding=settings.encoding
+    )
+    if len(sequences) < settings.batch * settings.accumulation * processes:
+        warnings.warn(
+            f"the text has {len(sequences)} sequences of {settings.length} tokens, less than one step takes: they come "
+            f"again and again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    samples = Samples(
+        sequences, count, settings.seed, tokenizer=tokenizer, share=settings.needles,
+        answer_weight=settings.answer_weight, late=settings.row_weight == "late",
+    )  # fmt: skip
+    backbone = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
+    dtypes = {name: parameter.dtype for name, parameter in backbone.named_parameters()}
+    model = Distiller(backbone, family, make_indexers(backbone, family, settings))
+    return Prepared(model, samples, _digest(sequences), dtypes)
+
+
+def training_arguments(settings: Settings) -> TrainingArguments:
+    """The settings as transformers' arguments."""
+    import yaml
+
+    more: dict[str, Any] = {}
+    for entry in settings.set:
+        name, equals, value = entry.partition("=")
+        if not equals:
+            raise ValueError(f"set must be NAME=VALUE: got {entry!r}")
+        more[name] = yaml.safe_load(value)
+    options: dict[str, Any] = {
+        "output_dir": settings.output, "max_steps": settings.steps, "per_device_train_batch_size": settings.batch,
+        "gradient_accumulation_steps": settings.accumulation, "learning_rate": settings.lr,
+        "lr_scheduler_type": settings.schedule, "warmup_steps": settings.warmup, "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm, "seed": settings.seed, "logging_steps": settings.log_every,
+        "logging_first_step": True, "save_steps": settings.save_every, "report_to": settings.report_to or "none",
+        "use_cpu": settings.device == "cpu", "remove_unused_columns": False, "dataloader_pin_memory": False,
+        "ddp_find_unused_parameters": False,
+    }  # fmt: skip
+    try:
+        return TrainingArguments(**{**options, **more})
+    except TypeError as error:
+        raise ValueError(f"TrainingArguments does not take what set names: {error}") from None
+
+
+def _resumed(settings: Settings, output: Path, args: TrainingArguments) -> Path | None:
+    """The checkpoint to go on from.
+
+    Raises:
+        ValueError: There are checkpoints, and nobody said that the run is to go on.
+    """
+    if not settings.resume:
+        if checkpoints.steps(output):
+            raise ValueError(f"{output} holds checkpoints of a run: go on with --resume, or name another folder")
+        return None
+    if args.should_save:
+        checkpoints.clean(output)
+    return checkpoints.latest(output)
+
+
+def _check_same(folder: Path, about: dict[str, Any]) -> None:
+    """Refuses to go on with other settings or another text than a checkpoint was made with."""
+    then = checkpoints.about(folder)
+    assert then is not None, "it was found because it is whole"
+    where = {"model", "text", "field", "encoding", "on_nan"}  # what these mean is in the weights and the tokens
+    for name, value in about["settings"].items():
+        if name not in where and then["settings"].get(name) != value:
+            raise ValueError(f"{folder} was made with {name} = {then['settings'].get(name)}: got {value}")
+    if then["processes"] * then["settings"]["batch"] != about["processes"] * about["settings"]["batch"]:
+        raise ValueError(f"{folder} was made by {then['processes']} processes: got {about['processes']}")
+    if then["tokens"] != about["tokens"]:
+        raise ValueError(f"{folder} was made with another text, or another tokenizer")
+
+
+def _write_results(output: Path, prepared: Prepared, settings: Settings, result: Result) -> Result:
+    model = prepared.model
+    write_indexers(output / INDEXERS, model, settings.measured, settings.block)
+    folder = None
+    if not isinstance(model.family, GroupedQuery):
+        folder = output / MODEL
+        for name, parameter in model.backbone.named_parameters():
+            parameter.data = parameter.data.to(prepared.dtypes[name])
+        model.backbone.set_attn_implementation("sdpa")
+        model.backbone.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        tokenizer.save_pretrained(folder)
+    return Result(result.indexers, folder, curves.draw(output), result.skipped)
+
+
+def _digest(sequences: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(sequences).data).hexdigest()
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns when processes fork after it

@@ -1,0 +1,80 @@
+"""The command: flags and a YAML file mean the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from streamkl.cli import app
+from streamkl.cli import distill as command
+from streamkl.distillation import Settings
+
+FILE = """
+model: a-model
+text: [one.txt, two.jsonl]
+output: a-folder
+lr: 0.01
+answer-weight: 4
+temperature: true
+report_to: [tensorboard]
+"""
+FLAGS = [
+    "--model", "a-model", "--text", "one.txt", "--text", "two.jsonl", "--output", "a-folder", "--lr", "0.01",
+    "--answer-weight", "4", "--temperature", "--report-to", "tensorboard",
+]  # fmt: skip
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings that the command would run with."""
+    pytest.importorskip("yaml")
+    found: list[Settings] = []
+    monkeypatch.setattr(command, "run", found.append)
+    return found
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["distill", *arguments])
+
+
+def test_flags_and_a_yaml_file_mean_the_same_and_flags_come_first(told: list[Settings], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(FILE)
+    for arguments in (FLAGS, ["--config", str(file)], ["--config", str(file), "--lr", "0.5"]):
+        result = call(*arguments)
+        assert result.exit_code == 0, result.output
+    assert told[0] == told[1]
+    assert told[0].text == ["one.txt", "two.jsonl"]
+    assert told[2].lr == 0.5
+    told[2].lr = told[1].lr
+    assert told[2] == told[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "model must be given"),
+        (["--model", "m", "--output", "o"], "text must be given"),
+        ([*FLAGS, "--init", "best"], "init must be one of plain, teacher: got 'best'"),
+        ([*FLAGS, "--length", "0"], "length must be at least 1: got 0"),
+        ([*FLAGS, "--config", "nowhere.yaml"], "does not exist"),
+    ],
+)
+def test_what_is_wrong_is_said(told: list[Settings], arguments: list[str], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code != 0
+    assert message in " ".join(str(result.output).split()) + str(result.exception)
+    assert not told
+
+
+@pytest.mark.parametrize(("content", "message"), [("learn: 1", "do not exist: learn"), ("- a", "must hold names")])
+def test_a_file_that_does_not_do_is_refused(told: list[Settings], tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    result = call("--config", str(file))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert not told

@@ -1,0 +1,45 @@
+"""Families with indexers of their own, trained in place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamkl.distillation.run import distill
+
+PLAIN = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert torch.isfinite(model(torch.arange(40)[None]).logits).all()
+assert "streamkl" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_own_indexers_halve_their_kl_in_a_hundred_steps_and_the_model_loads_without_us(
+    tiny: Any, prose: Path, tmp_path: Path, family: str
+) -> None:
+    model, run = getattr(tiny, family)(tmp_path / "model"), tmp_path / "run"
+    result = distill(tiny.settings(model, prose, run, steps=100, lr=1e-2, save_every=100, log_every=20))
+    lines = [json.loads(line) for line in (run / "curves.jsonl").read_text().splitlines()]
+    first, last = lines[0], lines[-1]
+    print(family, {name: (first[name], last[name]) for name in ("kl", "recall", "mass")})
+    assert last["kl"] <= first["kl"] / 2
+    assert last["recall"] > first["recall"]
+    assert result.model is not None
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, result.model))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(".indexer." in name for name in changed)
+    assert {name: x.dtype for name, x in before.items()} == {name: x.dtype for name, x in after.items()}
+    if family == "glm_moe_dsa":  # one process is enough to show it
+        subprocess.run([sys.executable, "-c", PLAIN, str(result.model)], check=True)

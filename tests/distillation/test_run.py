@@ -1,0 +1,109 @@
+"""What a run does: it learns, goes on, and tells what is wrong."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streamkl.distillation import checkpoints
+from streamkl.distillation.run import distill
+
+
+def curves(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "curves.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("options", [{}, {"heads": 4, "init": "teacher", "temperature": True, "row_weight": "late"}])
+def test_indexers_learn_and_their_folder_makes_the_model_sparse(
+    tiny: Any, llama: Path, prose: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from streamkl.integrations.transformers import load_indexers
+
+    result = distill(
+        tiny.settings(
+            llama, prose, tmp_path / "run", steps=40, lr=1e-2, dtype="bfloat16", log_every=20, save_every=40, **options
+        )
+    )
+    lines = curves(tmp_path / "run")
+    first, last = lines[0], lines[-1]
+    print({name: (first[name], last[name]) for name in ("kl", "recall", "mass")})
+    assert last["kl"] < 0.85 * first["kl"]
+    assert last["mass"] > first["mass"]
+    assert result.curves is not None
+    assert result.curves.exists()
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    indexers, selector = load_indexers(result.indexers, model)
+    assert len(indexers) == 2
+    assert selector.topk == 12  # an eighth of the length
+
+
+def test_a_nan_in_a_layers_activations_skips_the_step_counts_it_and_leaves_the_weights_whole(
+    tiny: Any, prose: Path, tmp_path: Path
+) -> None:
+    model = broken(tiny, tmp_path, ord("Z"))
+    text = tmp_path / "one.txt"
+    text.write_text(prose.read_text()[:500] + "Z" + prose.read_text()[:1500])
+    settings = tiny.settings(model, text, tmp_path / "run", steps=20, batch=1)
+    with pytest.warns(RuntimeWarning, match="gradients are not finite, from layer 0 on; the step is skipped"):
+        result = distill(settings)
+    assert result.skipped == 1
+    assert curves(tmp_path / "run")[-1]["skipped"] == 1
+    assert curves(tmp_path / "run")[-1]["kl"] is not None
+    from safetensors.torch import load_file
+
+    assert all(x.isfinite().all() for x in load_file(result.indexers / "indexers.safetensors").values())
+
+
+def test_a_run_that_is_never_finite_stops_with_the_name_of_the_layer(tiny: Any, prose: Path, tmp_path: Path) -> None:
+    from streamkl.distillation.trainer import NotFiniteError
+
+    settings = tiny.settings(broken(tiny, tmp_path, ord("a")), prose, tmp_path / "run", max_skipped=2)
+    warnings.simplefilter("ignore")  # until the end of the test, as pytest has it
+    with pytest.raises(NotFiniteError, match=r"step 3: .* from layer 0 on; 3 steps in a row"):
+        distill(settings)
+
+
+def broken(tiny: Any, folder: Path, byte: int) -> Path:
+    """A model in which a character's embedding is not a number."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    path = tiny.llama(folder / "broken")
+    model = LlamaForCausalLM.from_pretrained(path)
+    token = AutoTokenizer.from_pretrained(path)(chr(byte))["input_ids"][0]
+    model.model.embed_tokens.weight.data[token] = torch.nan
+    model.save_pretrained(path)
+    return path
+
+
+def test_a_run_goes_on_only_if_told_to_and_only_with_the_same_settings_and_text(
+    tiny: Any, llama: Path, prose: Path, tmp_path: Path
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other.txt"
+    other.write_text(prose.read_text()[::-1])
+    distill(tiny.settings(llama, prose, run, steps=3))
+    with pytest.raises(ValueError, match="holds checkpoints of a run: go on with --resume"):
+        distill(tiny.settings(llama, prose, run, steps=3))
+    with pytest.raises(ValueError, match=r"was made with lr = 0.001: got 0.1"):
+        distill(tiny.settings(llama, prose, run, steps=3, lr=0.1, resume=True))
+    with pytest.raises(ValueError, match="was made with another text"):
+        distill(tiny.settings(llama, other, run, steps=3, resume=True))
+
+
+def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(
+    tiny: Any, llama: Path, prose: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    distill(tiny.settings(llama, prose, run, steps=4, save_every=1, keep=4))
+    assert checkpoints.latest(run) == run / "checkpoint-4"
+    (run / "checkpoint-4" / "complete.json").unlink()
+    with (run / "checkpoint-3" / "optimizer.pt").open("r+b") as file:
+        file.truncate(100)
+    (run / "checkpoint-2" / "indexers" / "indexers.safetensors").unlink()
+    assert checkpoints.latest(run) == run / "checkpoint-1"
