@@ -178,7 +178,7 @@ EVALUATION = {
     "plan": {"evaluation.methods", "evaluation.tasks"},
     "records": set(),
     "statistics": set(),
-    "subject": {"evaluation.methods", "integrations.transformers"},
+    "subject": {"evaluation.methods", "integrations.transformers", "integrations.transformers.folder"},
     "layers": {"evaluation.methods", "evaluation.subject", "integrations.transformers", "sparse"},
     "run": {f"evaluation.{name}" for name in ("haystack", "layers", "methods", "plan", "records", "subject", "tasks")},
     "summary": {"evaluation.methods", "evaluation.records", "evaluation.statistics"},

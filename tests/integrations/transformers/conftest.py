@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,19 +16,34 @@ from streamkl.testing import smollm2
 collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_*.py"]
 
 
+class Dense(NamedTuple):
+    """The dense model's logits, and how far its own roundings take them from those of float64."""
+
+    logits: Tensor
+    rounding: float
+
+    def check(self, got: Tensor, wanted: Tensor | None = None) -> None:
+        """Holds logits to the dense ones, or to others of the same model: both may err as the dense model errs."""
+        error = float((got - (self.logits if wanted is None else wanted)).abs().max())
+        assert error <= 2 * self.rounding, f"{error:.2e} is more than twice the model's own {self.rounding:.2e}"
+
+
 @pytest.fixture
-def same_to_rounding() -> Callable[..., None]:
-    """A function of logits and the dense model's: it may err as much again as the dense model itself errs.
+def dense_of() -> Callable[..., Dense]:
+    """A function of a model and its inputs; the rounding is the larger one of two dense implementations."""
 
-    ``exact`` are the dense model's in float64. What is compared with ``dense`` is any logits of the same tokens.
-    """
+    @torch.no_grad()
+    def run(model: Any, **inputs: Tensor) -> Dense:
+        before = model.config.get_text_config()._attn_implementation
+        model.set_attn_implementation("sdpa")
+        exact = copy.deepcopy(model).double()(**inputs).logits
+        logits = model(**inputs).logits
+        model.set_attn_implementation("eager")
+        errors = [float((each - exact).abs().max()) for each in (logits, model(**inputs).logits)]
+        model.set_attn_implementation(before)
+        return Dense(logits, max(errors) + torch.finfo(logits.dtype).eps * float(exact.abs().max()))
 
-    def check(got: Tensor, dense: Tensor, exact: Tensor, wanted: Tensor | None = None) -> None:
-        rounding = (dense - exact).abs().max() + torch.finfo(dense.dtype).eps * exact.abs().max()
-        error = (got - (dense if wanted is None else wanted)).abs().max()
-        assert error <= 2 * rounding, f"{error:.2e} is more than twice the model's own {rounding:.2e}"
-
-    return check
+    return run
 
 
 @pytest.fixture(scope="session")

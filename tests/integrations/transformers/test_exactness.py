@@ -1,7 +1,5 @@
 """With enough keys sparse is dense, and padded, packed, cached and chunked calls are the plain call, on each family."""
 
-import copy
-
 import pytest
 import torch
 from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
@@ -29,29 +27,35 @@ def pad(rows: list[torch.Tensor], side: str) -> tuple[torch.Tensor, torch.Tensor
     return ids, mask
 
 
+def in_chunks(model, ids: torch.Tensor, size: int) -> torch.Tensor:
+    """The logits of one sequence that a model reads in chunks."""
+    cache = DynamicCache(config=model.config)
+    return torch.cat([model(chunk, past_key_values=cache).logits[0] for chunk in ids.split(size, 1)])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_with_a_key_for_each_key_every_selector_is_the_dense_model(family, same_to_rounding) -> None:
+def test_with_a_key_for_each_key_every_selector_is_the_dense_model(family, dense_of) -> None:
     everything = {"index_topk": TOKENS} if family in SPARSE_LATENT else {}
     model, ids = tiny_model(family, **everything), tokens(2, TOKENS)
-    dense, exact = model(ids).logits, tiny_model(family, **everything).double()(ids).logits
+    dense = dense_of(model, input_ids=ids)
     for selector in (
         OracleSelector(TOKENS, BLOCK), WindowSelector(TOKENS, BLOCK), RandomSelector(TOKENS, 1),
         IndexerSelector(TOKENS, BLOCK),
     ):  # fmt: skip
         skl.sparsify(model, selector, indexers_for(model, family))
-        same_to_rounding(model(ids).logits, dense, exact)
+        dense.check(model(ids).logits)
     skl.sparsify(model, OracleSelector(4, BLOCK))
-    assert (model(ids).logits - dense).abs().max() > 0.1, "fewer keys make a difference"
+    assert (model(ids).logits - dense.logits).abs().max() > 0.1, "fewer keys make a difference"
 
 
 @pytest.mark.parametrize("keys", [TOKENS, BLOCK])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_padded_packed_cached_and_chunked_calls_are_the_plain_call(family, keys, same_to_rounding) -> None:
+def test_padded_packed_cached_and_chunked_calls_are_the_plain_call(family, keys, dense_of) -> None:
     rows = [tokens(length, seed=length) for length in LENGTHS]
     model = tiny_model(family)
-    dense, exact = model(rows[1][None]).logits, tiny_model(family).double()(rows[1][None]).logits
+    dense = dense_of(model, input_ids=rows[1][None])
     skl.sparsify(model, IndexerSelector(keys, BLOCK), indexers_for(model, family), decode="sparse")
     alone = [model(row[None]).logits[0] for row in rows]
     for side in ("left", "right"):
@@ -59,10 +63,8 @@ def test_padded_packed_cached_and_chunked_calls_are_the_plain_call(family, keys,
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = model(ids, attention_mask=mask, position_ids=positions).logits
         for got, seen, plain in zip(logits, mask.bool(), alone, strict=True):
-            same_to_rounding(got[seen], dense, exact, plain)
-    cache = DynamicCache(config=model.config)
-    chunks = [model(chunk, past_key_values=cache).logits for chunk in rows[1][None].split(2 * BLOCK, 1)]
-    same_to_rounding(torch.cat(chunks, 1)[0], dense, exact, alone[1])
+            dense.check(got[seen], plain)
+    dense.check(in_chunks(model, rows[1][None], 2 * BLOCK), alone[1])
     if family in ("qwen3_next", "qwen3_5"):
         return  # transformers packs their linear layers with flash-linear-attention alone
     together, ends = torch.cat(rows)[None], torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -71,18 +73,18 @@ def test_padded_packed_cached_and_chunked_calls_are_the_plain_call(family, keys,
     for options in ({"use_cache": False}, {"use_cache": True}, {"use_cache": True, **told}):
         packed = model(together, position_ids=positions, **options).logits[0].split(LENGTHS)
         for got, plain in zip(packed, alone, strict=True):
-            same_to_rounding(got, dense, exact, plain)
+            dense.check(got, plain)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 @torch.no_grad()
-def test_full_attention_between_linear_layers_keeps_packed_sequences_apart(family, same_to_rounding) -> None:
+def test_full_attention_between_linear_layers_keeps_packed_sequences_apart(family, dense_of) -> None:
     model, positions = tiny_model(family), torch.cat([torch.arange(24), torch.arange(16)])[None]
     options = {"input_ids": tokens(1, TOKENS), "position_ids": positions, "use_cache": False}
-    dense, exact = model(**options).logits, tiny_model(family).double()(**options).logits
+    dense = dense_of(model, **options)
     skl.sparsify(model, OracleSelector(TOKENS, BLOCK))
-    same_to_rounding(model(**options).logits, dense, exact)
-    assert (model(options["input_ids"]).logits - dense).abs().max() > 0.1, "positions make a difference"
+    dense.check(model(**options).logits)
+    assert (model(options["input_ids"]).logits - dense.logits).abs().max() > 0.1, "positions make a difference"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,40 +105,39 @@ def test_greedy_tokens_do_not_depend_on_padding_or_on_chunks(family) -> None:
 
 
 @torch.no_grad()
-def test_smollm2_sparse_with_enough_keys_is_dense_in_every_kind_of_call(smol, same_to_rounding) -> None:
+def test_smollm2_sparse_with_enough_keys_is_dense_in_every_kind_of_call(smol, dense_of) -> None:
     model, tokenizer = smol
     texts = ["The capital of France is", "Once upon a time there was a king who had three daughters, and the youngest"]
     rows = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
     long = max(map(len, rows))
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
-    dense = [model(row[None]).logits[0] for row in rows]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    together = {"input_ids": torch.cat(rows)[None], "position_ids": positions, "use_cache": False}
+    dense, alone = dense_of(model, **together), [model(row[None]).logits[0] for row in rows]
     written = [model.generate(row[None], attention_mask=torch.ones_like(row[None]), **options)[0] for row in rows]
-    exact = model.double()(rows[1][None]).logits[0]
-    model.float()
     for selector in (OracleSelector(64, 8), WindowSelector(64, 8), RandomSelector(64, 8), IndexerSelector(64, 8)):
         indexers = skl.new_indexers(model) if isinstance(selector, IndexerSelector) else None
         skl.sparsify(model, selector, indexers)
-        same_to_rounding(model(rows[1][None]).logits[0], dense[1], exact)
+        dense.check(model(rows[1][None]).logits[0], alone[1])
     for side in ("left", "right"):
         ids, mask = pad(rows, side)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = model(ids, attention_mask=mask, position_ids=positions).logits
-        for got, seen, plain in zip(logits, mask.bool(), dense, strict=True):
-            same_to_rounding(got[seen], dense[1], exact, plain)
+        for got, seen, plain in zip(logits, mask.bool(), alone, strict=True):
+            dense.check(got[seen], plain)
     ids, mask = pad(rows, "left")
-    for got, alone in zip(model.generate(ids, attention_mask=mask, **options), written, strict=True):
-        assert torch.equal(got[long - (len(alone) - 5) :], alone)
-    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    packed = model(torch.cat(rows)[None], position_ids=positions, use_cache=False).logits[0]
-    for got, plain in zip(packed.split([len(row) for row in rows]), dense, strict=True):
-        same_to_rounding(got, dense[1], exact, plain)
-    cache = DynamicCache(config=model.config)
-    chunks = [model(chunk, past_key_values=cache).logits for chunk in rows[1][None].split(8, 1)]
-    same_to_rounding(torch.cat(chunks, 1)[0], dense[1], exact)
+    for got, wanted in zip(model.generate(ids, attention_mask=mask, **options), written, strict=True):
+        assert torch.equal(got[long - (len(wanted) - 5) :], wanted)
+    dense.check(model(**together).logits)
+    dense.check(model(**together).logits[0], torch.cat(alone))
+    chunked = in_chunks(model, rows[1][None], 8)
+    model.set_attn_implementation("sdpa")
+    between = float((in_chunks(model, rows[1][None], 8) - alone[1]).abs().max())  # so far apart are dense ones
+    dense._replace(rounding=max(dense.rounding, between)).check(chunked, alone[1])
 
 
 @torch.no_grad()
-def test_the_text_model_under_a_vision_model_is_sparse_and_images_are_seen(same_to_rounding) -> None:
+def test_the_text_model_under_a_vision_model_is_sparse_and_images_are_seen(dense_of) -> None:
     vision = {
         "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
         "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16,
@@ -148,8 +149,8 @@ def test_the_text_model_under_a_vision_model_is_sparse_and_images_are_seen(same_
     ids[0, 3], ids[0, 4:8] = 58, 60
     image = {"pixel_values": torch.randn(16, 48), "image_grid_thw": torch.tensor([[1, 4, 4]])}
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == 60).int(), **image}
-    dense, exact = model(**inputs).logits, copy.deepcopy(model).double()(**inputs).logits
+    dense = dense_of(model, **inputs)
     assert sorted(skl.sparsify(model, OracleSelector(TOKENS, BLOCK)).layers) == [1, 2]
-    same_to_rounding(model(**inputs).logits, dense, exact)
+    dense.check(model(**inputs).logits)
     skl.sparsify(model, OracleSelector(4, BLOCK))
-    assert (model(**inputs).logits - dense).abs().max() > 0.01
+    assert (model(**inputs).logits - dense.logits).abs().max() > 0.01

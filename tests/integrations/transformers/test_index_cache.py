@@ -34,14 +34,14 @@ def after(model, cache: DynamicCache, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_whatever_is_done_to_a_cache_is_done_to_its_index_keys(model, same_to_rounding) -> None:
+def test_whatever_is_done_to_a_cache_is_done_to_its_index_keys(model, dense_of) -> None:
     ids, more = tokens(3, TOKENS), tokens(3, 4, seed=2)
     whole = torch.cat((ids, more), 1)
     plain = model(whole).logits[:, -4:]
-    exact = copy.deepcopy(model).double()(whole).logits[:, -4:]
+    dense = dense_of(model, input_ids=whole)
 
     def check(cache: DynamicCache, rows: list[int]) -> None:
-        same_to_rounding(after(model, cache, more[rows]), plain, exact, plain[rows])
+        dense.check(after(model, cache, more[rows]), plain[rows])
 
     check(read(model, ids), [0, 1, 2])
     check(copy.deepcopy(read(model, ids)), [0, 1, 2])
