@@ -92,6 +92,15 @@ def test_a_row_that_names_no_key_it_may_see_is_zero_and_does_not_count(pads, tea
         assert results["student_k"].isfinite().all()
 
 
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_a_row_that_names_one_key_has_no_divergence(reduction, dtype, heads, backend) -> None:
+    options = {"heads": heads, "tokens": (20, 40), "dtypes": (dtype, dtype), "offset": (8, 8), "reduction": reduction}
+    for value in run(make_case(9, topk_indices=lists(2, 20, 1, keys=40, seed=9), **options), backend).values():
+        assert not value.any()
+
+
 def test_keys_that_no_row_names_have_no_gradient(backend) -> None:
     topk = lists(2, 30, 5, keys=12, seed=3)
     for teacher_lse in (False, True):

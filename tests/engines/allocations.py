@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from streamkl import attention_kl, attention_lse, indexer_kl
+from streamkl import attention_kl, attention_lse, indexer_kl, validation
 
 INDEX_HEADS, NAMED = 8, 96
 """Heads of an indexer, and keys that a row names."""
@@ -26,6 +26,7 @@ def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, t
         rows, steps = torch.arange(tokens)[:, None], torch.arange(NAMED)
         spread = rows - steps * (1 + rows // NAMED)
         options["topk_indices"] = torch.where(spread >= 0, spread, -1)[None]
+        validation.TOPK_CHUNK = 1 << 12  # or the check of the lists would take more than what is to be measured
     function = attention_kl if student_k.dim() == 4 else indexer_kl
     student_q.requires_grad_()
     student_k.requires_grad_()
@@ -39,8 +40,9 @@ def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, t
         "gradients": tuple(tokens * dim * size * n for size in (2, 4) for n in sorted({1, student_q.shape[1]})),
         "rows": (tokens, tokens * 4),
         "shares": (shares * tokens * dim * 4,),
+        "weights": (INDEX_HEADS * tokens * 4,),
     }
-    for n, size in enumerate(sizes["gradients"] + sizes["rows"] + sizes["shares"]):
+    for n, size in enumerate(sizes["gradients"] + sizes["rows"] + sizes["shares"] + sizes["weights"]):
         hook.allocations_exclude(n, size)
     gradients = len(sizes["gradients"])
     hook.allocations_count(1)

@@ -9,10 +9,12 @@ import pytest
 FUZZ = """
 import torch
 from streamkl.testing import check_accuracy, random_case
-for seed in range(24):
-    case = random_case(seed, dtypes=(torch.float32, torch.bfloat16, torch.float16))
-    errors = check_accuracy(case, "cpu")
-    assert errors.worst <= 1, f"{errors}; {case}"
+for seed in range(20):
+    for topk in (False, True):
+        tokens = 24 if topk else 96
+        case = random_case(seed, dtypes=(torch.float32, torch.bfloat16, torch.float16), max_tokens=tokens, topk=topk)
+        errors = check_accuracy(case, "cpu")
+        assert errors.worst <= 1, f"{errors}; {case}"
 from streamkl.engines.cpu import products
 print(products())
 """

@@ -4,6 +4,8 @@
 #include "student.h"
 #include "target.h"
 
+#include <ATen/ops/zeros_like.h>
+
 #include <numeric>
 #include <optional>
 

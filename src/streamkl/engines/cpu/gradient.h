@@ -3,6 +3,9 @@
 
 #include "sweep.h"
 
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
 namespace streamkl::cpu {
 
 // What the gradients of sixteen lanes need: their rows' normalisers and weights, and the factor that dx is multiplied by. Rows
@@ -88,7 +91,7 @@ struct TrainState {
 // A row's divergence, and the loss of all: rows of weight 0 do not count, whatever their divergence is.
 inline float trained(float s, float acc) { return s == 0.0f ? 0.0f : acc / s - std::log(s); }
 inline Tensor weighted_sum(const Tensor& weights, const Tensor& kl) {
-  return at::where(weights.ne(0), weights * kl, at::zeros({}, kl.options())).sum();
+  return at::where(weights.ne(0), weights.mul(kl), at::zeros({}, kl.options())).sum();
 }
 
 }  // namespace streamkl::cpu

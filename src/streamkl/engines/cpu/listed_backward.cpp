@@ -4,6 +4,8 @@
 #include "listed_student.h"
 #include "listed_target.h"
 
+#include <ATen/ops/zeros_like.h>
+
 #include <numeric>
 
 namespace streamkl::cpu {

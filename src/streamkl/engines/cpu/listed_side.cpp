@@ -1,8 +1,6 @@
 // A side's gathered keys in each dtype: multiplied by the heads that share them, and their gradients added up.
 #include "listed_side.h"
 
-#include <ATen/native/CPUBlas.h>
-
 namespace streamkl::cpu {
 namespace {
 

@@ -3,6 +3,9 @@
 
 #include "sweep.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
 #include <memory>
 #include <vector>
 

@@ -5,6 +5,8 @@
 #include "threads.h"
 #include "tile.h"
 
+#include <ATen/ops/full.h>
+
 #include <memory>
 #include <vector>
 

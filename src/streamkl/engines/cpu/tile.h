@@ -3,7 +3,7 @@
 
 #include "pack.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
