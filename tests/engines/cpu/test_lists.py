@@ -60,7 +60,9 @@ def test_long_lists_are_accurate_on_several_threads(teacher_lse: bool, dtype: to
 def test_logits_that_rise_along_the_list(dtype: torch.dtype, large: float) -> None:
     """A list's first keys set the reference of each lane; far larger logits in later ones must move it."""
     rising = torch.arange(KEYS).expand(1, 40, KEYS)
-    case = make_case(2, tokens=(40, KEYS), batch=1, dtypes=(dtype, dtype), wanted=STUDENT + TEACHER, topk_indices=rising)
+    case = make_case(
+        2, tokens=(40, KEYS), batch=1, dtypes=(dtype, dtype), wanted=STUDENT + TEACHER, topk_indices=rising
+    )
     for name in ("teacher_k", "student_k"):
         case.tensors[name] = (case.tensors[name] * (1 + torch.linspace(0.0, large, KEYS)[:, None])).to(dtype)
     errors = check_accuracy(case, "cpu")

@@ -3,6 +3,9 @@
 #include "kernels.h"
 #include "shared_lists.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
 namespace streamkl::cpu {
 namespace {
 
