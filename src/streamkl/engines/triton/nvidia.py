@@ -194,6 +194,7 @@ SM_120 = SM_86 | {
         128: Config(64, 32, 8, 1, hold=64),
         256: Config(64, 32, 8, 1, hold=64, chunk=32),
     },
+    "lse_index_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32)},
 }
 
 TABLES = {"sm_80": SM_80, "sm_86": SM_86, "sm_89": SM_86, "sm_90": SM_90, "sm_100": SM_100, "sm_120": SM_120}
