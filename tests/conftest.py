@@ -20,7 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which noth
 pytest_plugins = ["streamkl.testing.nan_poison"]
 
 ENGINES = ("tiled", "cpu", "triton")
-LIMITED = {"indexer": ("tiled", "cpu", "triton"), "topk": ("tiled", "triton")}
+LIMITED = {"indexer": ("tiled", "cpu", "triton"), "topk": ("tiled", "triton"), "sparse": ("tiled", "cpu")}
 """By the mark of a test, the engines that do what it asks; without one, all do."""
 NAMED_KEYS_EVERY = 30
 """Of so many seeds the Triton engine takes one of named keys: each of their queries is a program."""

@@ -85,20 +85,20 @@ def _empty_rows(q: Tensor, dtype: torch.dtype, summed: bool = False) -> Tensor:
     return q.new_empty((batch, 1 if summed else heads, tokens), dtype=dtype)
 
 
-def _body(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def body(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the implementation of an operator, for every device, with autocast off inside."""
 
-    def register(body: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(body)
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def run(first: Tensor, *args: object) -> Any:
             device = first.device.type
             if device == "meta" or not torch.is_autocast_enabled(device):
-                return body(first, *args)
+                return function(first, *args)
             with torch.autocast(device, enabled=False):
-                return body(first, *args)
+                return function(first, *args)
 
         torch.library.impl(f"streamkl::{name}", "CompositeExplicitAutograd", run)
-        return body
+        return function
 
     return register
 
@@ -124,7 +124,7 @@ def _support(q: Tensor, k: Tensor, left: int | None, right: int | None, keys: tu
     return support
 
 
-@_body("logsumexp")
+@body("logsumexp")
 def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     keys, (scale, relu, summed, left, right, dtype, backend) = divided(args, 3)
     support, side = _support(q, k, left, right, keys), Side.of(q, k, scale, relu, summed)
@@ -133,13 +133,13 @@ def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tenso
     return engine.logsumexp(support, side, q, k, w, dtype)
 
 
-@_body("checked_weight")
+@body("checked_weight")
 def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
     validation.check_row_weight(row_weight)
     return row_weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-@_body("paired_rows")
+@body("paired_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(*divided(args, TENSORS))
     validation.check_topk(problem.support.topk, problem.support.nk)
@@ -147,7 +147,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return kl, mean, *norm
 
 
-@_body("mixture_rows")
+@body("mixture_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
     tensors, (m_a, ln_l_a), options = divided(args, TENSORS, 2)
     engine, problem, inputs = _problem(tensors, options)
@@ -155,7 +155,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.group))
 
 
-@_body("rows_backward")
+@body("rows_backward")
 def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     norm, tensors, options, (want_a, want_b) = divided(args, NORM, TENSORS, OPTIONS)
     engine, problem, inputs = _problem(tensors, options)
@@ -163,7 +163,7 @@ def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     return tuple(_or_empty(grad, row_grad) for grad in gradients)
 
 
-@_body("train")
+@body("train")
 def _(*args: Any) -> tuple[Tensor, ...]:
     tensors, norm, (weight,), options = divided(args, TENSORS, NORM, 1)
     engine, problem, inputs = _problem(tensors, options)
@@ -178,7 +178,7 @@ def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if gradient is None else gradient
 
 
-@_body("scale_gradient")
+@body("scale_gradient")
 def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
     # By pieces: a product in float32 of the whole gradient would be a temporary as large as the gradient.
@@ -279,7 +279,9 @@ def _train_backward(ctx: Any, upstream: Tensor | None, *_: object) -> tuple[Tens
 torch.library.register_autograd("streamkl::train", _train_backward, setup_context=_save_train)
 
 
-def _not_differentiable(what: str) -> Callable[..., None]:
+def not_differentiable(what: str) -> Callable[..., None]:
+    """The gradient of an operator that has none: it raises, and says what to do."""
+
     def raise_error(ctx: Any, *_: object) -> None:
         raise RuntimeError(what)
 
@@ -291,4 +293,4 @@ for _name, _what in {
     "scale_gradient": "streamkl: the gradient of the loss is not differentiated a second time",
     "logsumexp": "streamkl: attention_lse is not differentiated; detach q and k, or the result",
 }.items():
-    torch.library.register_autograd(f"streamkl::{_name}", _not_differentiable(_what))
+    torch.library.register_autograd(f"streamkl::{_name}", not_differentiable(_what))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -150,6 +151,23 @@ class Support:
             q_len, k_len = starts_q[n + 1] - starts_q[n], starts_k[n + 1] - starts_k[n]
             yield Sequence(0, starts_q[n], q_len, starts_k[n], k_len, k_len - q_len)
 
+    def list_count(self, block: int) -> int:
+        """How many lists of keys a batch element has where ``block`` consecutive rows of a sequence share one.
+
+        Tokens past the last packed sequence have lists too, the last ones, which name no key.
+        """
+        if self.cu_seqlens_q is None or block == 1:
+            return -(-self.nq // block)
+        starts = [*self.cu_seqlens_q.tolist(), self.nq]
+        return sum(-(-(end - start) // block) for start, end in itertools.pairwise(starts))
+
+    def shared_lists(self, block: int) -> Iterator[tuple[Sequence, int]]:
+        """Walks the sequences, each with the first of the lists that ``block`` of its rows share."""
+        first = 0
+        for seq in self.sequences():
+            yield seq, first
+            first += 0 if self.cu_seqlens_q is None else -(-seq.q_len // block)
+
     def live_rows(self, seq: Sequence) -> tuple[int, int]:
         """The half-open range of the sequence's rows that see at least one key, if they do not name their keys."""
         if seq.k_len == 0 or (self.topk is not None and self.topk.shape[3] == 0):
@@ -168,19 +186,23 @@ class Support:
             i1 = min(i0 + block_q, last)
             if self.topk is not None:
                 yield self._listed_tiles(seq, i0, i1, block_k, listed)
-                continue
-            j_first = 0 if self.left is None else max(0, i0 + seq.diagonal - self.left)
-            j_last = seq.k_len if self.right is None else min(seq.k_len, i1 + seq.diagonal + self.right)
-            tiles = []
-            for j0 in range(j_first, j_last, block_k):
-                j1 = min(j0 + block_k, j_last)
-                full = (self.right is None or j1 - 1 <= i0 + seq.diagonal + self.right) and (
-                    self.left is None or j0 >= i1 - 1 + seq.diagonal - self.left
-                )
-                rows = slice(seq.q_start + i0, seq.q_start + i1)
-                keys = slice(seq.k_start + j0, seq.k_start + j1)
-                tiles.append(Tile(seq.batch, rows, keys, i0 + seq.diagonal - j0, not full))
-            yield tiles
+            else:
+                yield self.row_tiles(seq, i0, i1, block_k)
+
+    def row_tiles(self, seq: Sequence, i0: int, i1: int, block_k: int) -> list[Tile]:
+        """The tiles of the live rows ``[i0, i1)`` of a sequence that hold an allowed pair."""
+        j_first = 0 if self.left is None else max(0, i0 + seq.diagonal - self.left)
+        j_last = seq.k_len if self.right is None else min(seq.k_len, i1 + seq.diagonal + self.right)
+        tiles = []
+        for j0 in range(j_first, j_last, block_k):
+            j1 = min(j0 + block_k, j_last)
+            full = (self.right is None or j1 - 1 <= i0 + seq.diagonal + self.right) and (
+                self.left is None or j0 >= i1 - 1 + seq.diagonal - self.left
+            )
+            rows = slice(seq.q_start + i0, seq.q_start + i1)
+            keys = slice(seq.k_start + j0, seq.k_start + j1)
+            tiles.append(Tile(seq.batch, rows, keys, i0 + seq.diagonal - j0, not full))
+        return tiles
 
     def _listed_tiles(self, seq: Sequence, i0: int, i1: int, block_k: int, listed: int) -> list[Tile]:
         assert self.topk is not None

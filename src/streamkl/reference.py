@@ -97,6 +97,33 @@ def attention_lse(
     return lse[0] if packed else lse
 
 
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    block: int = 1,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
+    """What `streamkl.sparse.sparse_attention` computes, with the same arguments, in O(Nq Nk) memory."""
+    packed = cu_seqlens_q is not None
+    allowed = listed_pairs(
+        q.shape[0 if packed else 2], k.shape[0 if packed else 2], indices, block, causal, window, cu_seqlens_q,
+        cu_seqlens_k,
+    ).to(q.device)  # fmt: skip
+    if packed:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    log_p = log_softmax(logits(q, k, scale), allowed)
+    p = torch.where(allowed, log_p.exp(), 0.0).to(v.dtype)
+    out = p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return out[0].transpose(0, 1) if packed else out
+
+
 def logits(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     """``scale * <q, k>`` for ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``: ``[B, H, Nq, Nk]``, float32 or float64."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -167,6 +194,27 @@ def allowed_pairs(
     inside = (topk >= 0) & (topk < count[:, None])
     named.scatter_(-1, torch.where(inside, topk + first[:, None], nk), True)
     return allowed & named[..., :nk]
+
+
+def listed_pairs(
+    nq: int,
+    nk: int,
+    indices: Tensor,
+    block: int,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> Tensor:
+    """Which keys each row may see of the list ``[B, lists, K]`` that its block shares, ``[B, 1, Nq, Nk]`` of bool."""
+    starts = [0, nq] if cu_seqlens_q is None else [*cu_seqlens_q.tolist(), nq]
+    row_lists, first = [], 0
+    for n in range(len(starts) - 1):
+        rows = torch.arange(starts[n + 1] - starts[n])
+        row_lists.append(first + rows // block)
+        first += -(-len(rows) // block)
+    named = indices.cpu()[..., torch.cat(row_lists), :]
+    return allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, named)
 
 
 def for_heads(allowed: Tensor, heads: int) -> Tensor:

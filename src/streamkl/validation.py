@@ -63,6 +63,16 @@ class LSEArguments(NamedTuple):
     keys: Keys
 
 
+class SparseArguments(NamedTuple):
+    """The checked arguments of ``sparse_attention``: q, k and v ``[B, H, N, D]``, ``indices [B, lists, K]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    indices: Tensor
+    keys: Keys
+
+
 def attention_kl_arguments(
     teacher_q: Tensor,
     teacher_k: Tensor,
@@ -195,6 +205,47 @@ def attention_lse_arguments(
     return LSEArguments(q, k, _with_topk(keys, topk_indices, q, None, "q"))
 
 
+def sparse_attention_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    block: int,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    backend: str,
+) -> SparseArguments:
+    """Checks a call of ``sparse_attention``; packed tensors come back with a batch of 1."""
+    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
+    q, k, v = _canonical({"q": q, "k": k, "v": v}, keys)
+    _check_pair("", q, k)
+    if v.dtype != q.dtype:
+        raise ValueError(f"v must be of the dtype of q and k, {q.dtype}: got {v.dtype}")
+    for axis, dim in (("batch", 0), ("heads", 1), ("tokens", 2)):
+        if v.shape[dim] != k.shape[dim]:
+            raise ValueError(f"k and v must have the same {axis}: got {k.shape[dim]} and {v.shape[dim]}")
+    _check_scale("scale", scale)
+    _check_choice("backend", backend, BACKENDS)
+    check_block(block)
+    if not isinstance(indices, Tensor):
+        raise ValueError(f"indices must be a tensor: got {type(indices).__name__}")
+    if indices.dim() != (2 if keys.packed else 3) or (not keys.packed and indices.shape[0] != q.shape[0]):
+        wanted = "[lists, K] with cu_seqlens" if keys.packed else f"[{q.shape[0]}, lists, K]"
+        raise ValueError(f"indices must be of shape {wanted}: got {list(indices.shape)}")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
+        raise ValueError(f"indices must be int32 or int64 on {q.device}: got {indices.dtype} on {indices.device}")
+    return SparseArguments(q, k, v, indices.unsqueeze(0) if keys.packed else indices, keys)
+
+
+def check_block(block: int) -> None:
+    """Checks how many queries share a list of keys."""
+    if not _is_int(block) or block < 1:
+        raise ValueError(f"block must be a positive integer: got {block!r}")
+
+
 def check_values(arguments: KLArguments | LSEArguments) -> None:
     """Checks what needs the tensors' values, for a caller that does not go through the operators."""
     q, k, keys = arguments[0], arguments[1], arguments.keys
@@ -219,7 +270,7 @@ def check_cu_seqlens(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, n
             raise ValueError(f"{name} must end within the {tokens} tokens given: got {starts[-1]}")
 
 
-def check_topk(topk: Tensor | None, nk: int) -> None:
+def check_topk(topk: Tensor | None, nk: int, whose: str = "topk_indices") -> None:
     """Checks that ``topk [B, lists, Nq, K]`` names keys from 0 to ``nk - 1``, or -1, and no key twice in a row."""
     if topk is None or not _may_read(topk) or topk.numel() == 0:
         return
@@ -230,11 +281,11 @@ def check_topk(topk: Tensor | None, nk: int) -> None:
         if bool(wrong.any()):
             least, largest = (named[wrong][0, n].item() for n in (0, -1))
             raise ValueError(
-                f"topk_indices must name keys from 0 to {nk - 1}, or -1 for none: got a row from {least} to {largest}"
+                f"{whose} must name keys from 0 to {nk - 1}, or -1 for none: got a row from {least} to {largest}"
             )
         twice = (named[:, 1:] == named[:, :-1]) & (named[:, 1:] >= 0)
         if bool(twice.any()):
-            raise ValueError(f"topk_indices must not name a key twice in a row: got {named[:, 1:][twice][0].item()}")
+            raise ValueError(f"{whose} must not name a key twice in a row: got {named[:, 1:][twice][0].item()}")
 
 
 def check_row_weight(row_weight: Tensor | None) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from streamkl import reference
-from streamkl.sparse import diagnostics, selection
+from streamkl.engines import tiled_attention, tiled_topk
+from streamkl.sparse import diagnostics
 
 
 @dataclass
@@ -137,6 +138,7 @@ def materialised_topk() -> Callable[[Tensor, int], Tensor]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that a small problem has many of them."""
-    monkeypatch.setattr(selection, "BLOCK_Q", 8)
-    monkeypatch.setattr(selection, "BLOCK_K", 12)
+    monkeypatch.setattr(tiled_topk, "BLOCK_Q", 8)
+    monkeypatch.setattr(tiled_topk, "BLOCK_K", 12)
+    monkeypatch.setattr(tiled_attention, "GATHERED", 1000)
     monkeypatch.setattr(diagnostics, "GATHERED", 1000)

@@ -60,8 +60,8 @@ def test_blocks_do_not_change_the_answer(seed, sparse_case, monkeypatch: pytest.
     """In whole numbers, whose products are exact in whatever order they are added."""
     case = sparse_case(3 * seed, dtype=torch.float32)
     small = index_topk(case.index_q, case.index_k, case.index_w, topk=case.topk, **case.mask)
-    monkeypatch.setattr("streamkl.sparse.selection.BLOCK_Q", 256)
-    monkeypatch.setattr("streamkl.sparse.selection.BLOCK_K", 2048)
+    monkeypatch.setattr("streamkl.engines.tiled_topk.BLOCK_Q", 256)
+    monkeypatch.setattr("streamkl.engines.tiled_topk.BLOCK_K", 2048)
     assert torch.equal(small, index_topk(case.index_q, case.index_k, case.index_w, topk=case.topk, **case.mask))
 
 

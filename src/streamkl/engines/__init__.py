@@ -87,6 +87,39 @@ class Engine(Protocol):
         ...
 
 
+class SparseEngine(Protocol):
+    """What ``sparse.ops`` asks of an engine that selects keys and attends to them; not every one does.
+
+    ``block`` consecutive rows of a sequence share a list of keys (`Support.shared_lists`), which are counted from their
+    sequence's first; -1 names none. ``unsupported`` is asked about the problem of the side against itself.
+    """
+
+    def index_topk(
+        self, support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, topk: int, block: int
+    ) -> Tensor:
+        """The keys of the highest scores of an indexer, a summed side: ``[B, lists, topk]``, int32, best first.
+
+        A key's score for several rows is the highest; equal ones go by lower key. Rows that share a list have the keys
+        on their diagonal in front, if ``block > 1``.
+        """
+        ...
+
+    def attention_topk(
+        self, support: Support, side: Side, q: Tensor, k: Tensor, lse: Tensor, topk: int, block: int
+    ) -> Tensor:
+        """The same by the mean over heads of the attention, whose log-sum-exp is ``lse [B, H, Nq]``."""
+        ...
+
+    def sparse_attention(
+        self, support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int
+    ) -> Tensor:
+        """Attention over the keys of ``indices [B, lists, K]`` that each row may see: ``[B, H, Nq, Dv]``, 0 of none.
+
+        Tokens lie outermost in memory: it is the transposed view of ``[B, Nq, H, Dv]``.
+        """
+        ...
+
+
 class Choice(NamedTuple):
     """The engine that a call gets, and why."""
 
@@ -94,8 +127,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(backend: str, device: torch.device, problem: Problem | None = None) -> Choice:
-    """The engine for a problem on a device, or for problems there in general.
+def choose(backend: str, device: torch.device, problem: Problem | None = None, function: str | None = None) -> Choice:
+    """The engine for a problem on a device, or for problems there in general; ``function`` is one of `SparseEngine`.
 
     A named engine is taken or refused, never replaced: ``RuntimeError`` says what is missing. ``auto`` takes the first
     that can run.
@@ -104,6 +137,8 @@ def choose(backend: str, device: torch.device, problem: Problem | None = None) -
     for name in PREFERENCE if backend == "auto" else (backend,):
         engine: Engine = import_module(f"{__name__}.{name}")  # pyright: ignore[reportAssignmentType]
         refusal = engine.unsupported(device, problem)
+        if refusal is None and function is not None and not hasattr(engine, function):
+            refusal = f"has no {function}"
         if refusal is None and backend == "auto" and hasattr(engine, "reluctant"):
             refusal = engine.reluctant(device)  # pyright: ignore[reportAttributeAccessIssue]
         if refusal is None:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from streamkl.api import Backend, indexer_kl
 from streamkl.indexer.rope import LAYOUTS, Layout, apply_rope, rope_tables
+from streamkl.sparse.arguments import IndexTensors
 from streamkl.sparse.scores import index_scores
 from streamkl.sparse.selection import index_topk
 
 Activation = Literal["relu"] | None
-
-
-class IndexTensors(NamedTuple):
-    """What ``indexer_kl`` takes: ``index_q [B, J, N, D]``, ``index_k [B, N, D]``, ``index_w [B, N, J]`` or ``None``.
-
-    Packed: ``[T, J, D]``, ``[T, D]``, ``[T, J]``.
-    """
-
-    index_q: Tensor
-    index_k: Tensor
-    index_w: Tensor | None
 
 
 class Indexer(nn.Module, ABC):

@@ -1,11 +1,35 @@
-"""Which keys a query needs: streaming top-k selection, and what a selection is worth.
+"""Which keys a query needs, attention over them, and what a selection is worth.
 
-It stands on the public functions and ``problem``; ``streamkl`` exports its diagnostics, ``streamkl.indexer`` uses its
-selection.
+It stands on the public functions, ``problem`` and operators of its own (``ops.py``); ``streamkl`` exports its
+diagnostics, ``streamkl.indexer`` uses its selection.
 """
 
+from streamkl.sparse.arguments import IndexTensors
+from streamkl.sparse.attention import sparse_attention
 from streamkl.sparse.diagnostics import attention_mass, topk_recall
 from streamkl.sparse.scores import index_scores
 from streamkl.sparse.selection import index_topk, oracle_topk
+from streamkl.sparse.selectors import (
+    AttentionCall,
+    IndexerSelector,
+    OracleSelector,
+    RandomSelector,
+    Selector,
+    WindowSelector,
+)
 
-__all__ = ["attention_mass", "index_scores", "index_topk", "oracle_topk", "topk_recall"]
+__all__ = [
+    "AttentionCall",
+    "IndexTensors",
+    "IndexerSelector",
+    "OracleSelector",
+    "RandomSelector",
+    "Selector",
+    "WindowSelector",
+    "attention_mass",
+    "index_scores",
+    "index_topk",
+    "oracle_topk",
+    "sparse_attention",
+    "topk_recall",
+]

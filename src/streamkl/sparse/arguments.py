@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from streamkl.api import attention_lse
 from streamkl.problem import Support
 
 FLOATS = validation.DTYPES
+SelectionBackend = Literal["auto", "triton", "cpu", "tiled"]
+
+
+class IndexTensors(NamedTuple):
+    """What ``indexer_kl`` takes: ``index_q [B, J, N, D]``, ``index_k [B, N, D]``, ``index_w [B, N, J]`` or ``None``.
+
+    Packed: ``[T, J, D]``, ``[T, D]``, ``[T, J]``.
+    """
+
+    index_q: Tensor
+    index_k: Tensor
+    index_w: Tensor | None
 
 
 class AttentionArguments(NamedTuple):
@@ -63,6 +75,21 @@ def attention_arguments(
         )
     lse = lse.unsqueeze(0) if packed else lse
     return AttentionArguments(checked.q, checked.k, lse, _scale(scale, q), _support(checked), packed)
+
+
+def attention_support(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Support, bool]:
+    """Checks attention's arguments; returns what its rows may see, and whether it is packed."""
+    checked = validation.attention_lse_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, None, "auto")
+    validation.check_values(checked)
+    return _support(checked), checked.keys.packed
 
 
 def index_arguments(
@@ -136,6 +163,14 @@ def check_count(topk: int) -> None:
     """Checks how many keys are asked for."""
     if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
         raise ValueError(f"topk must be a positive integer: got {topk!r}")
+
+
+def check_selection(topk: int, block: int, backend: str) -> None:
+    """Checks what is asked of a selection."""
+    check_count(topk)
+    validation.check_block(block)
+    if backend not in get_args(SelectionBackend):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(SelectionBackend)))}: got {backend!r}")
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

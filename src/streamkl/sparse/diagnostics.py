@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from streamkl.problem import Sequence
+from streamkl.sparse import ops as _ops  # noqa: F401  # registers the operators
 from streamkl.sparse.arguments import AttentionArguments, attention_arguments, check_count, selected_arguments
-from streamkl.sparse.scores import attention_tile
-from streamkl.sparse.selection import select
 
 GATHERED = 2**22
 """How many elements of gathered keys a block of rows may have: 16 MB in float32."""
@@ -99,7 +99,7 @@ def topk_recall(
     """How many of the keys that attention attends to most are in a selection.
 
     The oracle's keys of a query are the ``topk`` of the highest attention, mean over heads, equal ones by lower index
-    (`streamkl.sparse.oracle_topk`). They are found block by block and never stored together.
+    (`streamkl.sparse.oracle_topk`).
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``: the teacher's queries.
@@ -136,17 +136,27 @@ def topk_recall(
     chosen = selected_arguments(indices, attention)
     topk = chosen.shape[2] if topk is None else topk
     check_count(topk)
+    support = attention.support
+    oracle = torch.ops.streamkl.attention_topk(
+        attention.q, attention.k, attention.lse, attention.scale, topk, support.list_count(1), support.cu_seqlens_q,
+        support.cu_seqlens_k, support.left, support.right, 1, "auto",
+    )  # fmt: skip
     recall = torch.zeros(chosen.shape[:2], device=q.device)
-    counted = 0
-    for batch, rows, oracle in select(attention.support, topk, lambda tile: attention_tile(attention, tile)):
-        listed = chosen[batch, rows].to(oracle.dtype).sort(-1).values
-        counted += listed.shape[0]
-        if listed.shape[1] == 0:
-            continue
-        at = torch.searchsorted(listed, oracle).clamp_(max=listed.shape[1] - 1)
-        found = (listed.gather(-1, at) == oracle) & (oracle >= 0)
-        recall[batch, rows] = found.sum(-1) / (oracle >= 0).sum(-1)
+    rows = max(1, GATHERED // max(1, chosen.shape[2], topk))
+    for batch, start in itertools.product(range(support.batch), range(0, support.nq, rows)):
+        if chosen.shape[2]:
+            at = batch, slice(start, start + rows)
+            recall[at] = _recall(oracle[at], chosen[at])
+    counted = sum(last - first for first, last in map(support.live_rows, support.sequences()))
     return _reduced(recall, counted, reduction, attention.packed)
+
+
+def _recall(oracle: Tensor, chosen: Tensor) -> Tensor:
+    """The share of the keys ``oracle [rows, topk]`` that are in ``chosen [rows, K]``, 0 where there is none."""
+    listed = chosen.to(oracle.dtype).sort(-1).values
+    at = torch.searchsorted(listed, oracle).clamp_(max=listed.shape[1] - 1)
+    found = (listed.gather(-1, at) == oracle) & (oracle >= 0)
+    return found.sum(-1) / (oracle >= 0).sum(-1).clamp_(min=1)
 
 
 def _gathered_mass(

@@ -1,24 +1,22 @@
-"""Streaming top-k: the best keys of each query, by an indexer's scores or by a teacher's attention, tile by tile.
+"""Top-k: the best keys of each query, or of a block of queries, by an indexer's scores or by a teacher's attention.
 
-A block of rows keeps its best keys so far while the tiles of keys go by, so memory is ``O(Nq * topk)`` for the answer
-and a constant beside it. Equal scores go to the lower index, so that the answer does not depend on tiles or devices'
-ways to sort. Plain PyTorch, on any device.
+Memory is ``O(Nq * topk / block)`` for the answer, and ``O(Nk)`` a thread beside it. Equal scores go to the lower index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from streamkl.problem import Support, Tile
-from streamkl.sparse.arguments import attention_arguments, check_count, index_arguments
-from streamkl.sparse.scores import attention_tile, index_tile, mask_tile
-
-BLOCK_Q, BLOCK_K = 256, 2048
-"""Rows and keys of a tile: wide, because what is kept of a row is looked through again at every tile."""
+from streamkl.sparse import ops as _ops  # noqa: F401  # registers the operators
+from streamkl.sparse.arguments import (
+    SelectionBackend,
+    attention_arguments,
+    check_selection,
+    index_arguments,
+)
 
 
 @torch.no_grad()
@@ -28,12 +26,14 @@ def index_topk(
     index_w: Tensor | None = None,
     *,
     topk: int,
+    block: int = 1,
     activation: Literal["relu"] | None = "relu",
     index_scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    backend: SelectionBackend = "auto",
 ) -> Tensor:
     """The keys of the highest scores of an indexer, ``sum_m w[i, m] * relu(scale * <q[m, i], k[j]>)``, streaming.
 
@@ -41,19 +41,25 @@ def index_topk(
         index_q: ``[B, J, Nq, D]``, or packed ``[Tq, J, D]``.
         index_k: ``[B, Nk, D]``, or packed ``[Tk, D]``: one key for all ``J`` heads.
         index_w: ``[B, Nq, J]``, or packed ``[Tq, J]``: the heads' weights; 1 if not given.
-        topk: How many keys a query gets.
+        topk: How many keys a query gets, or a block of queries together.
+        block: How many consecutive queries of a sequence share a list, counted from its first query. A key's score for
+            them is its highest for any of them that may see it, so a later query chooses keys for an earlier one. The
+            keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index: no
+            query is left without a key.
         activation: ``"relu"``, or ``None`` for none.
         index_scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
         cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
+        backend: Who computes: ``auto`` takes the fastest engine that can run, a named one is never replaced.
 
     Returns:
-        ``[B, Nq, topk]``, packed ``[Tq, topk]``, int32, as ``indexer_kl`` takes ``topk_indices``: keys, in a packed
-        batch counted from the sequence's first. Best first, so that the first columns are a smaller top-k. Equal
-        scores go by lower index: a relu scores many keys 0. -1 fills up rows that see fewer than ``topk`` keys. A
-        score of nan or ``-inf`` is never selected.
+        ``[B, blocks, topk]``, packed ``[blocks, topk]``, int32: keys, in a packed batch counted from the sequence's
+        first; ``blocks = ceil(Nq / block)``, in a packed batch the sequences' blocks one after another. With ``block =
+        1`` it is ``[B, Nq, topk]``, as ``indexer_kl`` takes ``topk_indices``. Best first, so that the first columns are
+        a smaller top-k. Equal scores go by lower index: a relu scores many keys 0. -1 fills up lists of queries that
+        see fewer than ``topk`` keys. A score of nan or ``-inf`` is never selected.
 
     Example:
         >>> import torch
@@ -65,14 +71,17 @@ def index_topk(
                 [ 1,  0],
                 [ 1,  3]], dtype=torch.int32)
     """
-    check_count(topk)
+    check_selection(topk, block, backend)
     arguments = index_arguments(
         index_q, index_k, index_w, index_scale, activation, causal, window, cu_seqlens_q, cu_seqlens_k
     )
-    return _gathered(
-        select(arguments.support, topk, lambda tile: index_tile(arguments, tile)),
-        arguments.support, topk, arguments.packed, index_q.device,
+    support = arguments.support
+    w = None if arguments.w is None else arguments.w.transpose(1, 2)
+    indices = torch.ops.streamkl.index_topk(
+        arguments.q, arguments.k.unsqueeze(1), w, arguments.scale, arguments.relu, topk, support.list_count(block),
+        support.cu_seqlens_q, support.cu_seqlens_k, support.left, support.right, block, backend,
     )  # fmt: skip
+    return indices[0] if arguments.packed else indices
 
 
 @torch.no_grad()
@@ -81,12 +90,14 @@ def oracle_topk(
     k: Tensor,
     *,
     topk: int,
+    block: int = 1,
     scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     lse: Tensor | None = None,
+    backend: SelectionBackend = "auto",
 ) -> Tensor:
     """The keys that attention attends to most, by the mean over heads of its softmax, streaming: the oracle.
 
@@ -95,16 +106,21 @@ def oracle_topk(
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
         k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``.
-        topk: How many keys a query gets.
+        topk: How many keys a query gets, or a block of queries together.
+        block: How many consecutive queries of a sequence share a list, counted from its first query. A key's score for
+            them is its highest for any of them that may see it, so a later query chooses keys for an earlier one. The
+            keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index: no
+            query is left without a key.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
         cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
         lse: ``[B, H, Nq]``, packed ``[H, Tq]``: what `streamkl.attention_lse` returns; computed if not given.
+        backend: Who computes: ``auto`` takes the fastest engine that can run, a named one is never replaced.
 
     Returns:
-        ``[B, Nq, topk]``, packed ``[Tq, topk]``, int32, in the order of `index_topk`.
+        ``[B, blocks, topk]``, packed ``[blocks, topk]``, int32, in the order of `index_topk`.
 
     Example:
         >>> import torch
@@ -115,74 +131,11 @@ def oracle_topk(
                 [ 1,  0],
                 [ 1,  2]], dtype=torch.int32)
     """
-    check_count(topk)
+    check_selection(topk, block, backend)
     arguments = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
-    return _gathered(
-        select(arguments.support, topk, lambda tile: attention_tile(arguments, tile)),
-        arguments.support, topk, arguments.packed, q.device,
+    support = arguments.support
+    indices = torch.ops.streamkl.attention_topk(
+        arguments.q, arguments.k, arguments.lse, arguments.scale, topk, support.list_count(block),
+        support.cu_seqlens_q, support.cu_seqlens_k, support.left, support.right, block, backend,
     )  # fmt: skip
-
-
-class Selected(NamedTuple):
-    """The best keys of a block of rows: ``keys [rows, topk]``, int32, best first, -1 for none."""
-
-    batch: int
-    rows: slice
-    keys: Tensor
-
-
-def select(support: Support, topk: int, tile_scores: Callable[[Tile], Tensor]) -> Iterator[Selected]:
-    """Walks the blocks of rows that see a key; ``tile_scores`` gives ``[rows, keys]`` of a tile, before the mask."""
-    for seq in support.sequences():
-        for tiles in support.tiles(seq, BLOCK_Q, BLOCK_K):
-            best = None
-            for tile in tiles:
-                candidates = Candidates.of_tile(mask_tile(tile_scores(tile), support, tile), tile, seq.k_start)
-                best = candidates.best(topk) if best is None else best.and_then(candidates).best(topk)
-            assert best is not None, "a block of live rows sees a tile"
-            yield Selected(tiles[0].batch, tiles[0].rows, best.ordered(topk))
-
-
-class Candidates(NamedTuple):
-    """Scores and keys of a block of rows, each ``[rows, n]``, by rising key; a score of ``-inf`` is no candidate."""
-
-    scores: Tensor
-    keys: Tensor
-
-    @classmethod
-    def of_tile(cls, scores: Tensor, tile: Tile, k_start: int) -> Candidates:
-        """All keys of a tile, counted from ``k_start``."""
-        first, last = tile.keys.start - k_start, tile.keys.stop - k_start
-        keys = torch.arange(first, last, dtype=torch.int32, device=scores.device)
-        return cls(scores, keys.expand_as(scores))
-
-    def and_then(self, later: Candidates) -> Candidates:
-        """These and those of later keys."""
-        return Candidates(torch.cat((self.scores, later.scores), -1), torch.cat((self.keys, later.keys), -1))
-
-    def best(self, topk: int) -> Candidates:
-        """The ``topk`` highest scores, still by rising key; of those that tie for the last places, the first keys.
-
-        ``torch.topk`` alone may take any of them. It gives the lowest score that gets a place, and the rest follows.
-        """
-        if self.scores.shape[-1] <= topk:
-            return self
-        last = self.scores.topk(topk, -1, sorted=False).values.amin(-1, keepdim=True)
-        above, level = self.scores > last, self.scores == last
-        room = topk - above.sum(-1, keepdim=True)
-        kept = above | (level & (level.cumsum(-1) <= room))
-        at = kept.nonzero()[:, 1].view(-1, topk)  # every row keeps as many
-        return Candidates(self.scores.gather(-1, at), self.keys.gather(-1, at))
-
-    def ordered(self, topk: int) -> Tensor:
-        """The keys by falling score, then rising key, filled up with -1: ``[rows, topk]``."""
-        scores, order = self.scores.sort(dim=-1, descending=True, stable=True)
-        keys = self.keys.gather(-1, order).masked_fill(scores == -torch.inf, -1)
-        return torch.nn.functional.pad(keys, (0, topk - keys.shape[-1]), value=-1)
-
-
-def _gathered(blocks: Iterator[Selected], support: Support, topk: int, packed: bool, device: torch.device) -> Tensor:
-    out = torch.full((support.batch, support.nq, topk), -1, dtype=torch.int32, device=device)
-    for batch, rows, keys in blocks:
-        out[batch, rows] = keys
-    return out[0] if packed else out
+    return indices[0] if arguments.packed else indices

@@ -203,7 +203,7 @@ def place_case(case: Case, guard: bool, device: str | torch.device) -> Case:
     def place(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        return _guarded(x, rng, device) if guard else x.to(device)
+        return guarded(x, rng, device) if guard else x.to(device)
 
     options = {name: place(x) for name, x in case.options.items()}
     tensors = {name: place(x) for name, x in case.tensors.items()}
@@ -350,7 +350,7 @@ def draw_row_weight(
     return weight.to(torch.float32 if rng.random() < 0.7 else student_dtype)
 
 
-def _guarded(x: Tensor, rng: random.Random, device: str | torch.device) -> Tensor:
+def guarded(x: Tensor, rng: random.Random, device: str | torch.device) -> Tensor:
     """The same values inside a larger tensor of nan (of -1 for integers), with other strides and alignment."""
     order = list(range(x.dim()))
     if rng.random() < 0.5:

@@ -101,6 +101,37 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     return loss, Gradients(None, None, dq, dk.contiguous(), None if inputs.b_w is None else dw), mass
 
 
+def index_topk(support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, topk: int, block: int) -> Tensor:
+    """The keys of the highest scores of an indexer, ``[B, lists, topk]``; ``w [B, J, Nq]``."""
+    weights = _weights(side, q, w)
+    if weights is None and side.scale <= 0:  # scores do not rise with the products, so they are made one by one
+        weights = q.new_ones(q.shape[:3], dtype=torch.float32)
+    return torch.ops.streamkl_cpu.index_topk(
+        q, k, weights, _list_table(support, block), side.scale, side.relu, topk, support.list_count(block), block,
+        *_window(support),
+    )  # fmt: skip
+
+
+def attention_topk(support: Support, side: Side, q: Tensor, k: Tensor, lse: Tensor, topk: int, block: int) -> Tensor:
+    """The keys of the highest attention, mean over heads, ``[B, lists, topk]``; ``lse [B, H, Nq]``."""
+    m = lse.float().contiguous()
+    rest = (lse - m).float()
+    ln_l = torch.where(rest.isfinite(), rest, 0.0).contiguous()
+    return torch.ops.streamkl_cpu.attention_topk(
+        q, k, m, ln_l, _list_table(support, block), side.scale, topk, support.list_count(block), block,
+        *_window(support),
+    )  # fmt: skip
+
+
+def sparse_attention(
+    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int
+) -> Tensor:
+    """Attention over the keys of ``indices [B, lists, K]``: ``[B, H, Nq, Dv]``."""
+    return torch.ops.streamkl_cpu.sparse_attention(
+        q, k, v, indices.to(torch.int32).contiguous(), _list_table(support, block), block, side.scale, *_window(support)
+    )
+
+
 def _tensors(problem: Problem, inputs: Inputs) -> tuple[Tensor | None, ...]:
     """The tensors of a mixture as its operators take them."""
     return *inputs[:4], _weights(problem.b, inputs.b_q, inputs.b_w), _table(problem.support)
@@ -116,6 +147,12 @@ def _weights(side: Side, q: Tensor, w: Tensor | None) -> Tensor | None:
 def _table(support: Support) -> Tensor:
     """The sequences as ``[sequences, 6]``, in the order of their fields."""
     return torch.tensor(list(support.sequences()), dtype=torch.int64).reshape(-1, 6)
+
+
+def _list_table(support: Support, block: int) -> Tensor:
+    """The sequences as ``[sequences, 7]``, each with the first of the lists that its rows share."""
+    rows = [(*seq, first) for seq, first in support.shared_lists(block)]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
 
 
 def _window(support: Support) -> tuple[int, int]:

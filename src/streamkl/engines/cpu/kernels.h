@@ -34,4 +34,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
+// The best keys [B, lists, topk], int32, of rows that share a list. Here and below, table names each sequence's first list,
+// too. An indexer's scale is positive, or its heads have weights [B, J, Nq].
+Tensor index_topk(
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
+    int64_t topk, int64_t lists, int64_t block, int64_t left, int64_t right);
+
+Tensor attention_topk(
+    const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, const Tensor& table, double scale, int64_t topk,
+    int64_t lists, int64_t block, int64_t left, int64_t right);
+
+// out [B, H, Nq, Dv] over the keys of indices [B, lists, K], int32, contiguous.
+Tensor sparse_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t block,
+    double scale, int64_t left, int64_t right);
+
 }  // namespace streamkl::cpu

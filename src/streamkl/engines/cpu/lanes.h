@@ -25,6 +25,7 @@ using Lanes = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 using Words = uint32_t __attribute__((vector_size(64)));
 using Shorts = uint16_t __attribute__((vector_size(32)));
+using Pairs = uint16_t __attribute__((vector_size(64)));
 
 template <typename To, typename From>
 STREAMKL_INLINE To bits_of(const From& x) {
@@ -63,6 +64,26 @@ STREAMKL_INLINE Lanes max(Lanes a, Lanes b) {
   return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
 #else
   return a > b ? a : b;
+#endif
+}
+
+STREAMKL_INLINE float sum(Lanes x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float total = 0.0f;
+  for (int l = 0; l < kLanes; l++) total += x[l];
+  return total;
+#endif
+}
+
+STREAMKL_INLINE float largest(Lanes x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float top = x[0];
+  for (int l = 1; l < kLanes; l++) top = x[l] > top ? x[l] : top;
+  return top;
 #endif
 }
 
@@ -182,12 +203,13 @@ STREAMKL_INLINE Words paired(Shorts even, Shorts odd) {
   return __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
 }
 
-// to[c][r] = from[r][c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns.
-STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void* to, int64_t to_bytes) {
+// to[c][r] = row(r)[c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns.
+template <typename Row>
+STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes) {
   constexpr Words low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
   Words x[16], y[16];
 #pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) x[r] = load<Words>(static_cast<const char*>(from) + r * from_bytes);
+  for (int r = 0; r < 16; r++) x[r] = load<Words>(row(r));
 #pragma GCC unroll 4
   for (int stage = 0; stage < 4; stage++) {
 #pragma GCC unroll 8
@@ -200,6 +222,19 @@ STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void*
   }
 #pragma GCC unroll 16
   for (int r = 0; r < 16; r++) store(static_cast<char*>(to) + r * to_bytes, x[r]);
+}
+
+STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void* to, int64_t to_bytes) {
+  transpose_words([&](int r) { return static_cast<const char*>(from) + r * from_bytes; }, to, to_bytes);
+}
+
+// to[2 c] = even[c], to[2 c + 1] = odd[c]: 32 numbers of two bytes each.
+STREAMKL_INLINE void interleave(const void* even, const void* odd, void* to) {
+  constexpr Pairs low{0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  constexpr Pairs high = low + 16;
+  const Pairs a = load<Pairs>(static_cast<const char*>(even)), b = load<Pairs>(static_cast<const char*>(odd));
+  store(static_cast<char*>(to), __builtin_shuffle(a, b, low));
+  store(static_cast<char*>(to) + sizeof(Pairs), __builtin_shuffle(a, b, high));
 }
 
 }  // namespace streamkl::cpu

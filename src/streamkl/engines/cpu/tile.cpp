@@ -6,11 +6,6 @@
 namespace streamkl::cpu {
 namespace {
 
-struct Strides {
-  int64_t batch, head, token, dim;
-  explicit Strides(const at::Tensor& x) : batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), dim(x.stride(3)) {}
-};
-
 // T is the tensors' dtype, P what products are made of: bfloat16 where the CPU has such products, float elsewhere.
 template <typename T, typename P>
 class TypedSide final : public Side {
@@ -170,17 +165,7 @@ class TypedSide final : public Side {
 
   // Rows beside each other, width_ apart, and zeros after the last one and after the width.
   void copy(const T* from, const Strides& strides, int64_t rows, int64_t padded, P* to) const {
-    for (int64_t i = 0; i < rows; i++, from += strides.token, to += width_) {
-      int64_t c = 0;
-      if constexpr (std::is_same_v<T, P>) {
-        if (strides.dim == 1) std::copy_n(from, c = dim, to);
-      } else {
-        if (strides.dim == 1)
-          for (; c + kLanes <= dim; c += kLanes) store(to + c, widened<T>(load<Shorts>(from + c)));
-      }
-      for (; c < dim; c++) to[c] = static_cast<P>(from[c * strides.dim]);
-      std::fill(to + dim, to + width_, P(0.0f));
-    }
+    for (int64_t i = 0; i < rows; i++, from += strides.token, to += width_) copy_row(from, strides.dim, dim, to, width_);
     std::fill_n(to, (padded - rows) * width_, P(0.0f));
   }
 

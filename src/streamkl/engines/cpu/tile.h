@@ -47,6 +47,26 @@ class Buffer {
   int64_t size_ = 0;
 };
 
+// Where an element of a tensor [B, heads, N, D] is.
+struct Strides {
+  int64_t batch, head, token, dim;
+  explicit Strides(const at::Tensor& x) : batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), dim(x.stride(3)) {}
+};
+
+// A row of a tensor in the dtype of products, and zeros after it up to width.
+template <typename T, typename P>
+void copy_row(const T* from, int64_t stride, int64_t dim, P* to, int64_t width) {
+  int64_t c = 0;
+  if constexpr (std::is_same_v<T, P>) {
+    if (stride == 1) std::copy_n(from, c = dim, to);
+  } else {
+    if (stride == 1)
+      for (; c + kLanes <= dim; c += kLanes) store(to + c, widened<T>(load<Shorts>(from + c)));
+  }
+  for (; c < dim; c++) to[c] = static_cast<P>(from[c * stride]);
+  std::fill(to + dim, to + width, P(0.0f));
+}
+
 // Asks for what is read next from main memory: long sequences do not fit the caches.
 inline void fetch(const void* memory, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(memory) + at, 0, 2);

@@ -1,0 +1,89 @@
+// Lists of keys that blocks of rows share, by rising key, and which of them each row sees.
+#pragma once
+
+#include "sweep.h"
+
+#include <atomic>
+#include <vector>
+
+namespace streamkl::cpu {
+
+// The rows that share a list, counted from the first of their sequence: [i0, i0 + rows), on key `on` and the following.
+struct SharedRows {
+  Sequence seq;
+  int64_t list, i0, rows, on;
+  int64_t first_row() const { return seq.q_start + i0; }
+};
+
+// table [sequences, 7]: the fields of a Sequence, and its first list.
+inline std::vector<SharedRows> shared_rows_of(const Tensor& table, int64_t block) {
+  const auto sequences = table.contiguous();
+  const int64_t* p = sequences.const_data_ptr<int64_t>();
+  std::vector<SharedRows> shared;
+  for (int64_t n = 0; n < sequences.size(0); n++, p += 7) {
+    const Sequence seq{p[0], p[1], p[2], p[3], p[4], p[5]};
+    for (int64_t i0 = 0; i0 < seq.q_len; i0 += block)
+      shared.push_back({seq, p[6] + i0 / block, i0, std::min(block, seq.q_len - i0), i0 + seq.diagonal});
+  }
+  return shared;
+}
+
+// What a list names: the keys that some of its rows see, rising, counted from the sequence's first.
+struct ListedKeys {
+  const int32_t* keys;
+  int64_t count;
+};
+
+// Sorted copies of indices [B, lists, K], one for each of `shared`.
+class SortedLists {
+ public:
+  SortedLists(const Tensor& indices, const std::vector<SharedRows>& shared, const Window& window, int64_t nk)
+      : columns_(indices.size(2)), sorted_(std::max<int64_t>(1, shared.size() * columns_)), counts_(shared.size()) {
+    const int32_t* from = indices.const_data_ptr<int32_t>();
+    std::atomic<int64_t> outside{kNone}, twice{kNone};
+    on_all_threads(shared.size(), [&](const auto& next) {
+      std::vector<uint64_t> marks((nk + 63) / 64);
+      for (int64_t n; (n = next()) >= 0;) {
+        const auto& rows = shared[n];
+        const int32_t* named = from + (rows.seq.batch * indices.size(1) + rows.list) * columns_;
+        int32_t* to = sorted_.data() + n * columns_;
+        const int64_t low = std::max<int64_t>(0, window.first(rows.on));
+        const int64_t high = std::min(rows.seq.k_len, window.last(rows.on + rows.rows - 1));
+        for (int64_t c = 0; c < columns_; c++) {
+          const int64_t key = named[c];
+          if (key == -1) continue;
+          if (key < -1 || key >= nk) {
+            outside = key;
+            continue;
+          }
+          uint64_t& mark = marks[key / 64];
+          const uint64_t bit = uint64_t(1) << key % 64;
+          if (mark & bit) twice = key;
+          mark |= bit;
+        }
+        int64_t count = 0;
+        for (int64_t w = 0; w < static_cast<int64_t>(marks.size()); w++) {
+          for (uint64_t left = marks[w]; left != 0; left &= left - 1) {
+            const int64_t key = w * 64 + __builtin_ctzll(left);
+            if (key >= low && key < high) to[count++] = static_cast<int32_t>(key);
+          }
+          marks[w] = 0;
+        }
+        counts_[n] = count;
+      }
+    });
+    TORCH_CHECK_VALUE(
+        outside == kNone, "indices must name keys from 0 to ", nk - 1, ", or -1 for none: got ", outside.load());
+    TORCH_CHECK_VALUE(twice == kNone, "indices must not name a key twice in a row: got ", twice.load());
+  }
+
+  ListedKeys operator[](int64_t n) const { return {sorted_.data() + n * columns_, counts_[n]}; }
+
+ private:
+  static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
+  const int64_t columns_;
+  Buffer<int32_t> sorted_;
+  std::vector<int64_t> counts_;
+};
+
+}  // namespace streamkl::cpu

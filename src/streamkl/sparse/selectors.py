@@ -1,0 +1,204 @@
+"""Selectors: interchangeable ways to choose the keys of each block of queries, from the tensors of one attention call.
+
+Whatever they choose, no query is left without a key. Where queries share a list, the keys on their diagonals (``i + Nk
+- Nq``) have its first places, by rising index; with a causal mask every query of the block sees the first of them. A
+list of at least as many keys as there are is dense attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from streamkl.problem import Sequence, Support
+from streamkl.sparse.arguments import IndexTensors, attention_support, check_selection
+from streamkl.sparse.selection import index_topk, oracle_topk
+
+DRAWN = 1 << 22
+"""How many random numbers are held at a time."""
+
+
+class AttentionCall(NamedTuple):
+    """What a selector may look at: one layer's queries and keys, after RoPE, and the mask.
+
+    Attributes:
+        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
+        k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``.
+        scale: Multiplies the products; ``1/sqrt(D)`` if not given.
+        causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
+        window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
+        cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
+        cu_seqlens_k: The same for the keys.
+        index: What an indexer made of the layer's hidden states, if there is one.
+        lse: ``[B, H, Nq]``, packed ``[H, Tq]``: the log-sum-exp of the dense attention, if it is known.
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: float | None = None
+    causal: bool = True
+    window: tuple[int, int] | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    index: IndexTensors | None = None  # pyright: ignore[reportIncompatibleMethodOverride]  # by name, as the others
+    lse: Tensor | None = None
+
+
+class Selector(Protocol):
+    """Chooses ``topk`` keys for each ``block`` queries."""
+
+    @property
+    def topk(self) -> int:
+        """How many keys a list has, -1 for none among them."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """How many consecutive queries of a sequence share a list."""
+        ...
+
+    def select(self, call: AttentionCall) -> Tensor:
+        """The lists, ``[B, blocks, topk]``, packed ``[blocks, topk]``, int32, as `sparse_attention` takes them."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Selector:
+    topk: int
+    block: int
+
+    def __post_init__(self) -> None:
+        check_selection(self.topk, self.block, "auto")
+
+
+@dataclass(frozen=True)
+class OracleSelector(_Selector):
+    """The keys that dense attention attends to most (`oracle_topk`): what a budget can be worth, at a dense cost."""
+
+    def select(self, call: AttentionCall) -> Tensor:
+        """The lists of a call; without its ``lse`` a sweep computes it."""
+        return oracle_topk(
+            call.q, call.k, topk=self.topk, block=self.block, scale=call.scale, causal=call.causal, window=call.window,
+            cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, lse=call.lse,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class IndexerSelector(_Selector):
+    """The keys of an indexer's highest scores (`index_topk`)."""
+
+    activation: Literal["relu"] | None = "relu"
+
+    def select(self, call: AttentionCall) -> Tensor:
+        """The lists of a call that has ``index``."""
+        if call.index is None:
+            raise ValueError("call.index must hold an indexer's tensors for an IndexerSelector: got None")
+        return index_topk(
+            *call.index, topk=self.topk, block=self.block, activation=self.activation, causal=call.causal,
+            window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WindowSelector(_Selector):
+    """The first ``sinks`` keys and the nearest ones: those before the block's first query, then those after its last.
+
+    Example:
+        >>> import torch
+        >>> from streamkl.sparse import AttentionCall, WindowSelector
+        >>> q = k = torch.zeros(1, 1, 8, 4)
+        >>> WindowSelector(topk=4, block=2, sinks=1).select(AttentionCall(q, k))[0]
+        tensor([[ 0,  1, -1, -1],
+                [ 2,  3,  0,  1],
+                [ 4,  5,  0,  3],
+                [ 6,  7,  0,  5]], dtype=torch.int32)
+    """
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
+            raise ValueError(f"sinks must be an integer and not negative: got {self.sinks!r}")
+
+    def select(self, call: AttentionCall) -> Tensor:
+        """The lists of a call."""
+        support, packed = attention_support(*call[:7])
+        out, column = _empty(support, self, call.q.device), torch.arange(self.topk, device=call.q.device)
+        for seq, at in support.shared_lists(self.block):
+            seen = _Seen.of(support, seq, self.block, call.q.device)
+            own = seen.last - seen.first
+            sinks = (seen.first.clamp(max=self.sinks) - seen.low).clamp(min=0)
+            before, after = seen.first - seen.low - sinks, seen.high - seen.last
+            n, keys = column, torch.full((len(own), self.topk), -1, device=call.q.device)
+            for count, key, step in (
+                (own, seen.first, 1), (sinks, seen.low, 1), (before, seen.first - 1, -1), (after, seen.last, 1)
+            ):  # fmt: skip
+                keys = torch.where((n >= 0) & (n < count), key + step * n, keys)
+                n = n - count
+            out[seq.batch, at : at + len(keys)] = keys.int()
+        return out[0] if packed else out
+
+
+@dataclass(frozen=True)
+class RandomSelector(_Selector):
+    """Any keys that some query of the block may see, drawn without repetition; the same ones at every call alike."""
+
+    seed: int = 0
+
+    def select(self, call: AttentionCall) -> Tensor:
+        """The lists of a call."""
+        support, packed = attention_support(*call[:7])
+        out, rng = _empty(support, self, call.q.device), torch.Generator().manual_seed(self.seed)
+        step = max(1, DRAWN // max(1, support.nk))
+        for seq, at in support.shared_lists(self.block):
+            seen = _Seen.of(support, seq, self.block, call.q.device)
+            for start in range(0, len(seen.first), step):
+                part = _Seen(*(x[start : start + step] for x in seen))
+                keys = part.drawn(seq.k_len, min(self.topk, seq.k_len), rng)
+                out[seq.batch, at + start : at + start + len(keys), : keys.shape[1]] = keys.int()
+        return out[0] if packed else out
+
+
+class _Seen(NamedTuple):
+    """What the rows of each list see, each ``[lists, 1]``: own keys ``[first, last)``, all of them ``[low, high)``."""
+
+    first: Tensor
+    last: Tensor
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def of(cls, support: Support, seq: Sequence, block: int, device: torch.device) -> _Seen:
+        """The keys of a sequence's lists; those of rows that see none are empty."""
+        first_live, last_live = support.live_rows(seq)
+        starts = torch.arange(0, seq.q_len, block, device=device)[:, None]
+        start, end = starts.clamp(min=first_live), (starts + block).clamp(max=last_live)
+        live, on = start < end, seq.diagonal
+        low = torch.zeros_like(start) if support.left is None else (start + on - support.left).clamp(min=0)
+        high = (
+            torch.full_like(end, seq.k_len)
+            if support.right is None
+            else (end + on + support.right).clamp(max=seq.k_len)
+        )
+        first, last = (start + on).clamp(min=0), (end + on).clamp(min=0)
+        return cls(*(torch.where(live, x, 0) for x in (first, last, low, high)))
+
+    def drawn(self, k_len: int, count: int, rng: torch.Generator) -> Tensor:
+        """``[lists, count]``: own keys by rising index, then others at random, then -1."""
+        key = torch.arange(k_len, device=self.first.device)
+        lot = torch.rand(len(self.first), k_len, generator=rng).to(key.device)
+        lot = lot.masked_fill((key < self.low) | (key >= self.high), -1.0)
+        own = (key >= self.first) & (key < self.last)
+        lot = torch.where(own, 2.0 + (self.last - key), lot)
+        lot, keys = lot.topk(count, -1)
+        return keys.masked_fill(lot < 0, -1)
+
+
+def _empty(support: Support, selector: Selector, device: torch.device) -> Tensor:
+    """Lists of no key, ``[B, lists, topk]``."""
+    shape = (support.batch, support.list_count(selector.block), selector.topk)
+    return torch.full(shape, -1, dtype=torch.int32, device=device)

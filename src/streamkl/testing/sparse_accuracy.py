@@ -1,0 +1,156 @@
+"""What ``sparse_attention`` and the selections are held to: the accuracy rule, and lists up to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamkl import reference
+from streamkl.sparse import index_topk, oracle_topk, sparse_attention
+from streamkl.testing.accuracy import Errors
+from streamkl.testing.sparse_cases import SparseCase, count_lists
+
+EAGER_RUNS = 8
+"""In how many orders of head dims float32 products are looked at: one may be right by chance."""
+
+
+def check_sparse_attention(case: SparseCase, backend: str = "auto") -> Errors:
+    """Runs a case on an engine and holds it to the accuracy rule.
+
+    Args:
+        case: From `random_sparse_case`.
+        backend: The engine.
+
+    Returns:
+        Error and bound; the engine passes if ``worst <= 1``.
+    """
+    options: dict[str, Any] = {"block": case.block, "scale": case.scale, **case.mask}
+    out = sparse_attention(case.q, case.k, case.v, case.indices, backend=backend, **options)  # type: ignore[arg-type]
+    tensors = case.clean()
+    exact = _definition(case, case.clean(torch.float64), options)
+    if out.shape != exact.shape or out.dtype != case.q.dtype:
+        raise AssertionError(f"{list(out.shape)} of {out.dtype}, not {list(exact.shape)} of {case.q.dtype}: {case}")
+    scale = 1.0
+    if case.q.dtype == torch.float64:  # eager is the reference there: its error in float32 tells that of float64
+        tensors = case.clean(torch.float32)
+        scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    wanted = _definition(case, [x.double() for x in tensors], options)
+    runs = EAGER_RUNS if tensors[0].dtype == torch.float32 else 1
+    eager = max(_largest(_eager(case, tensors, run, options) - wanted) for run in range(runs))
+    info = torch.finfo(out.dtype)
+    rounding = info.eps * max(_largest(exact), info.smallest_normal)
+    return Errors({"out": _largest(out - exact)}, {"out": 2 * scale * eager + rounding})
+
+
+def _eager(case: SparseCase, tensors: list[Tensor], run: int, options: dict[str, Any]) -> Tensor:
+    """The eager output; after the first run with head dims in another order, and float32 sums of other roundings."""
+    q, k, v = tensors
+    rng = torch.Generator().manual_seed(case.seed + run)
+    order = torch.randperm(q.shape[-1], generator=rng) if run else torch.arange(q.shape[-1])
+    return _definition(case, [q[..., order], k[..., order], v], options)
+
+
+def _definition(case: SparseCase, tensors: list[Tensor], options: dict[str, Any]) -> Tensor:
+    q, k, v = tensors
+    return reference.sparse_attention(q, k, v, case.indices, **options)
+
+
+def check_index_topk(case: SparseCase, backend: str = "auto") -> None:
+    """Raises an ``AssertionError`` unless `index_topk` gives the lists of the definition, to the last key."""
+    found = index_topk(
+        *case.index, topk=case.topk, block=case.block, activation=case.activation, index_scale=0.25, **case.mask,
+        backend=backend,  # type: ignore[arg-type]
+    )  # fmt: skip
+    q, k, w = (None if x is None else x.double() for x in case.index)
+    assert q is not None
+    assert k is not None
+    if case.packed:
+        q, k, w = q.transpose(0, 1)[None], k[None], None if w is None else w[None]
+    scores = reference.index_logits(q, k, w, 0.25, case.activation)[:, 0]
+    expected = ranked(shared_scores(case, scores), case.topk)
+    if not torch.equal(found if not case.packed else found[None], expected):
+        raise AssertionError(f"not the lists of the definition: {case}\n{found.tolist()}\n{expected.tolist()}")
+
+
+def check_oracle_topk(case: SparseCase, backend: str = "auto") -> None:
+    """Raises an ``AssertionError`` unless `oracle_topk` lists the keys of the most attention, up to rounding.
+
+    Scores may err by twice what eager's do in float32, and one rounding; keys whose scores are closer than that may
+    change places.
+    """
+    found = oracle_topk(
+        case.q, case.k, topk=case.topk, block=case.block, scale=case.scale, **case.mask,
+        backend=backend,  # type: ignore[arg-type]
+    ).long()  # fmt: skip
+    found = found if not case.packed else found[None]
+    allowed = case.allowed()
+
+    def attention(dtype: torch.dtype) -> Tensor:
+        q, k = (x.transpose(0, 1)[None] if case.packed else x for x in case.clean(dtype)[:2])
+        p = reference.log_softmax(reference.logits(q, k, case.scale), allowed).exp()
+        return shared_scores(case, p.mean(1).double())
+
+    exact = attention(torch.float64)
+    seen = exact > -torch.inf
+    error = _largest(torch.where(seen & exact.isfinite(), attention(torch.float32) - exact, 0.0).nan_to_num(0.0))
+    eps = torch.finfo(torch.float32).eps
+    error = 2 * error + eps * _largest(torch.where(exact.isfinite(), exact, 0.0))
+    listed = found >= 0
+    if not torch.equal(listed.sum(-1), seen.sum(-1).clamp(max=case.topk)):
+        raise AssertionError(f"lists are not full: {case}")
+    if exact.shape[-1] == 0:
+        return
+    if not (listed.cumprod(-1) == listed).all():
+        raise AssertionError(f"a key comes after -1: {case}")
+    at = torch.where(listed, found, exact.shape[-1])
+    chosen = torch.zeros(*exact.shape[:-1], exact.shape[-1] + 1).scatter_add_(-1, at, torch.ones(at.shape))
+    chosen = chosen[..., :-1]
+    if (chosen > 1).any() or (chosen[~seen] > 0).any():
+        raise AssertionError(f"a key is listed twice, or is seen by no row: {case}")
+    values = exact.gather(-1, found.clamp(min=0)).masked_fill(~listed, -torch.inf)
+    falls = torch.where(listed[..., 1:], values[..., 1:] - values[..., :-1], 0.0).nan_to_num(0.0)
+    best_left = exact.masked_fill(chosen > 0, -torch.inf).amax(-1)
+    least = values.masked_fill(~listed, torch.inf).amin(-1)
+    if (falls > 2 * error).any() or (best_left > least + 2 * error).any():
+        raise AssertionError(f"a key of less attention is in front of one of more: {case}")
+    own = values == torch.inf
+    if (torch.where(own[..., 1:], found[..., 1:] - found[..., :-1], 1) != 1).any():
+        raise AssertionError(f"the diagonal's keys are not by rising index: {case}")
+
+
+def shared_scores(case: SparseCase, scores: Tensor) -> Tensor:
+    """``[B, blocks, keys]`` from ``[B, Nq, Nk]``: keys counted from their sequence's first, ``-inf`` where not seen.
+
+    Where queries share a list, the keys on their diagonal have ``inf``.
+    """
+    allowed, (starts_q, starts_k) = case.allowed(), case.starts()
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    nk = scores.shape[-1]
+    rows = []
+    for n in range(len(starts_q) - 1):
+        keys = slice(starts_k[n], starts_k[n + 1])
+        k_len, shift = starts_k[n + 1] - starts_k[n], (starts_k[n + 1] - starts_k[n]) - (starts_q[n + 1] - starts_q[n])
+        for i in range(starts_q[n], starts_q[n + 1], case.block):
+            end = min(i + case.block, starts_q[n + 1])
+            row = scores.new_full((scores.shape[0], nk), -torch.inf)
+            row[:, :k_len] = scores[:, i:end, keys].amax(1)
+            for on in range(i - starts_q[n] + shift, end - starts_q[n] + shift) if case.block > 1 else ():
+                if on >= 0:
+                    row[:, on] = torch.inf
+            rows.append(row)
+    past = count_lists(scores.shape[1] - starts_q[-1], case.block, None)
+    rows += [scores.new_full((scores.shape[0], nk), -torch.inf)] * past
+    return torch.stack(rows, 1) if rows else scores.new_zeros(scores.shape[0], 0, nk)
+
+
+def ranked(scores: Tensor, topk: int) -> Tensor:
+    """``[B, blocks, topk]`` by definition: the highest score first, then the lowest key; -1 for none."""
+    values, keys = scores.sort(dim=-1, descending=True, stable=True)
+    keys = keys.masked_fill(values == -torch.inf, -1)[..., :topk].int()
+    return torch.nn.functional.pad(keys, (0, topk - keys.shape[-1]), value=-1)
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0

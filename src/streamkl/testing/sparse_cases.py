@@ -1,0 +1,169 @@
+"""Seeded problems over the contract of ``sparse_attention``, ``index_topk`` and ``oracle_topk``."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamkl import reference
+from streamkl.testing.problems import DTYPES, draw_sequences, draw_topk, draw_window, guarded
+
+DIMS = ((16, 16), (40, 24), (59, 7), (64, 64), (128, 128), (192, 128), (96, 144))
+"""Head dims of keys and values, as wide as each other, as in MLA, and odd ones."""
+
+BLOCKS = (1, 1, 2, 5, 16, 64)
+
+
+@dataclass
+class SparseCase:
+    """Attention, an indexer over the same tokens, and lists of keys.
+
+    Every tensor is a view into a larger one of nan. Queries that see no key hold nan, and so do keys that none sees and
+    values that are in no list of a query that sees them.
+
+    Attributes:
+        seed: What it was drawn with.
+        q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
+        k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``.
+        v: ``[B, Hkv, Nk, Dv]``, or packed ``[Tk, Hkv, Dv]``.
+        index: ``index_q [B, J, Nq, Di]``, ``index_k [B, Nk, Di]`` and ``index_w [B, Nq, J]`` or ``None``, whole numbers
+            whose scores are exact in every dtype, so that they tie often.
+        indices: ``[B, blocks, K]``, packed ``[blocks, K]``: drawn lists.
+        block: How many queries share a list.
+        topk: How many keys to select.
+        activation: Of the indexer.
+        mask: ``causal``, ``window``, ``cu_seqlens_q``, ``cu_seqlens_k``.
+        scale: Of the attention.
+    """
+
+    seed: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    index: tuple[Tensor, Tensor, Tensor | None]
+    indices: Tensor
+    block: int
+    topk: int
+    activation: Any
+    mask: dict[str, Any]
+    scale: float | None
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.q.dim() == 3
+
+    def starts(self) -> tuple[list[int], list[int]]:
+        """Where sequences start, and the last ends, in queries and keys."""
+        if self.packed:
+            return self.mask["cu_seqlens_q"].tolist(), self.mask["cu_seqlens_k"].tolist()
+        return [0, self.q.shape[2]], [0, self.k.shape[2]]
+
+    def allowed(self) -> Tensor:
+        """``[Nq, Nk]`` of bool: what the mask allows."""
+        nq, nk = (x.shape[0 if self.packed else 2] for x in (self.q, self.k))
+        return reference.allowed_pairs(nq, nk, *(self.mask[name] for name in MASK))
+
+    def clean(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """``q``, ``k`` and ``v`` with 0 where nothing may be read, cast to ``dtype`` if given."""
+        return [torch.where(x.isnan(), 0.0, x).to(dtype or x.dtype) for x in (self.q, self.k, self.v)]
+
+    def __str__(self) -> str:
+        mask = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in self.mask.items()}
+        return (
+            f"seed {self.seed}: q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)} "
+            f"{str(self.q.dtype)[6:]}, index_q {list(self.index[0].shape)}, weights {self.index[2] is not None}, "
+            f"indices {list(self.indices.shape)}, block {self.block}, topk {self.topk}, {mask}, scale {self.scale}"
+        )
+
+
+MASK = ("causal", "window", "cu_seqlens_q", "cu_seqlens_k")
+
+
+def random_sparse_case(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, max_tokens: int = 80) -> SparseCase:
+    """Draws one problem; the same seed gives the same problem.
+
+    Args:
+        seed: Any integer.
+        dtypes: The dtypes to draw from.
+        max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
+
+    Example:
+        >>> from streamkl.testing import check_sparse_attention, random_sparse_case
+        >>> check_sparse_attention(random_sparse_case(3), backend="tiled").worst <= 1
+        True
+    """
+    rng, values = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype, (dim, v_dim), block = rng.choice(dtypes), rng.choice(DIMS), rng.choice(BLOCKS)
+    kv_heads = rng.choice((1, 1, 2, 3))
+    heads, index_heads = kv_heads * rng.choice((1, 1, 2, 4, 7)), rng.choice((1, 1, 3, 8))
+    index_dim = rng.choice((4, 16, 33, 64))
+    cu_seqlens = None
+    if rng.random() < 0.35:
+        batch, (tokens, cu_seqlens) = 1, draw_sequences(rng, max_tokens)
+    else:
+        batch, nq = rng.choice((1, 1, 2)), rng.randint(1, max_tokens)
+        tokens = (nq, nq if rng.random() < 0.5 else rng.randint(1, max_tokens))
+    mask: dict[str, Any] = dict.fromkeys(MASK)
+    mask |= {"causal": rng.random() < 0.7, "window": draw_window(rng, max_tokens)}
+    if cu_seqlens is not None:
+        kind = rng.choice((torch.int32, torch.int64))
+        mask["cu_seqlens_q"], mask["cu_seqlens_k"] = (torch.tensor(starts, dtype=kind) for starts in cu_seqlens)
+
+    (nq, nk), spread = tokens, rng.choice((0.3, 1.0, 3.0))
+    q, k, v = (
+        torch.randn(batch, n, count, width, generator=values)
+        for n, count, width in ((heads, nq, dim), (kv_heads, nk, dim), (kv_heads, nk, v_dim))
+    )
+    q = q * spread
+    index_q, index_k, index_w = (
+        torch.randint(-2, 3, shape, generator=values).float()
+        for shape in ((batch, index_heads, nq, index_dim), (batch, nk, index_dim), (batch, nq, index_heads))
+    )
+    blocks = count_lists(nq, block, cu_seqlens)
+    indices = _draw_lists(rng, batch, blocks, nk, cu_seqlens, block)
+    _poison(q, k, v, indices, block, mask)
+    tensors = [q, k, v, index_q, index_k, index_w]
+    if cu_seqlens is not None:
+        tensors = [x[0].transpose(0, 1) if x.dim() == 4 else x[0] for x in tensors]
+    tensors = [guarded(x.to(dtype), rng, "cpu") for x in tensors]
+    index = (tensors[3], tensors[4], tensors[5] if rng.random() < 0.6 else None)
+    return SparseCase(
+        seed, *tensors[:3], index, indices, block,
+        rng.choice((1, 3, 8, 20, nk + 5)), rng.choice(("relu", "relu", None)), mask, rng.choice((None, None, 0.3)),
+    )  # fmt: skip
+
+
+def _poison(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int, mask: dict[str, Any]) -> None:
+    """Puts nan where nothing may be read, into tensors ``[B, heads, N, D]``."""
+    allowed = reference.allowed_pairs(q.shape[2], k.shape[2], *(mask[name] for name in MASK))
+    q[:, :, ~allowed.any(1)] = torch.nan
+    k[:, :, ~allowed.any(0)] = torch.nan
+    seen = reference.listed_pairs(q.shape[2], k.shape[2], indices, block, *(mask[name] for name in MASK)).any(-2)
+    v.masked_fill_(~seen[..., None], torch.nan)  # [B, 1, Nk, 1]
+
+
+def count_lists(nq: int, block: int, cu_seqlens: tuple[list[int], list[int]] | None) -> int:
+    """How many lists a batch element has."""
+    starts = [0, nq] if cu_seqlens is None else [*cu_seqlens[0], nq]
+    return sum(-(-(starts[n + 1] - starts[n]) // block) for n in range(len(starts) - 1))
+
+
+def _draw_lists(
+    rng: random.Random,
+    batch: int,
+    blocks: int,
+    nk: int,
+    cu_seqlens: tuple[list[int], list[int]] | None,
+    block: int,
+) -> Tensor:
+    """Lists as `draw_topk` draws them, as if each were a row's."""
+    starts = None
+    if cu_seqlens is not None:
+        counts = [-(-(end - start) // block) for start, end in zip(cu_seqlens[0][:-1], cu_seqlens[0][1:], strict=True)]
+        starts = ([sum(counts[:n]) for n in range(len(counts) + 1)], cu_seqlens[1])
+    return draw_topk(rng, batch, None, (blocks, nk), starts)

@@ -1,0 +1,77 @@
+"""Selectors: every query keeps a key, and a budget of all keys is dense attention."""
+
+import pytest
+import torch
+
+from streamkl import reference
+from streamkl.sparse import (
+    AttentionCall,
+    IndexerSelector,
+    IndexTensors,
+    OracleSelector,
+    RandomSelector,
+    WindowSelector,
+    sparse_attention,
+)
+
+pytestmark = pytest.mark.usefixtures("small_blocks", "nan_poison")
+KINDS = {"oracle": OracleSelector, "indexer": IndexerSelector, "window": WindowSelector, "random": RandomSelector}
+
+
+def call_of(case) -> AttentionCall:
+    return AttentionCall(case.q, case.k, **case.mask, index=IndexTensors(case.index_q, case.index_k, case.index_w))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(24))
+def test_a_budget_of_all_keys_is_dense_attention(seed, kind, sparse_case) -> None:
+    case, block = sparse_case(seed), (1, 4, 9)[seed % 3]
+    v = torch.randn_like(case.k)
+    indices = KINDS[kind](topk=case.k.shape[-2 if not case.packed else 0], block=block).select(call_of(case))
+    out = sparse_attention(case.q, case.k, v, indices, block=block, **case.mask)
+    allowed = case.allowed
+    x = reference.logits(*((y.transpose(0, 1)[None] if case.packed else y) for y in (case.q, case.k)), None)
+    p = x.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+    values = v.transpose(0, 1)[None] if case.packed else v
+    dense = p @ values.repeat_interleave(p.shape[1] // values.shape[1], 1)
+    torch.testing.assert_close(out.transpose(0, 1)[None] if case.packed else out, dense, msg=str(case))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("topk", [1, 3, 8, 20])
+def test_no_query_is_left_without_a_key(kind, topk) -> None:
+    rng = torch.Generator().manual_seed(topk)
+    q, k = torch.randn(2, 4, 50, 8, generator=rng), torch.randn(2, 2, 61, 8, generator=rng)
+    index = IndexTensors(torch.randn(2, 1, 50, 4, generator=rng), torch.randn(2, 61, 4, generator=rng), None)
+    for block in (1, 8, 16):
+        indices = KINDS[kind](topk=topk, block=block).select(AttentionCall(q, k, index=index))
+        rows = indices.repeat_interleave(block, 1)[:, :50]
+        on = torch.arange(50)[:, None] + 11
+        assert ((rows >= 0) & (rows <= on)).any(-1).all()
+        own = torch.arange(0, 50, block)[:, None] + 11
+        if block > 1:
+            for n in range(min(topk, block)):
+                inside = own[:, 0] + n < 61
+                assert (indices[:, inside, n] == (own + n)[inside, 0]).all()
+
+
+def test_random_keys_are_drawn_once_and_alike() -> None:
+    q = k = torch.randn(1, 2, 40, 8)
+    one, other = (RandomSelector(12, 5).select(AttentionCall(q, k)) for _ in range(2))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, RandomSelector(12, 5, seed=1).select(AttentionCall(q, k)))
+    for row in one[0].tolist():
+        keys = [key for key in row if key >= 0]
+        assert len(set(keys)) == len(keys)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    q = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="topk must be a positive integer: got 0"):
+        OracleSelector(0, 1)
+    with pytest.raises(ValueError, match="block must be a positive integer: got 0"):
+        RandomSelector(1, 0)
+    with pytest.raises(ValueError, match="sinks must be an integer and not negative: got -1"):
+        WindowSelector(1, 1, sinks=-1)
+    with pytest.raises(ValueError, match=r"call\.index must hold an indexer's tensors"):
+        IndexerSelector(1, 1).select(AttentionCall(q, q))
