@@ -16,13 +16,17 @@ def _hostile_memory(nan_poison: None, small_tiles: None) -> None:
 
 
 @pytest.fixture
-def random_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], bool | None]:
-    """Cuts the problem of a seed for an engine; returns whether to ask for determinism, or ``None`` not to say."""
+def random_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool | None]:
+    """Cuts the problem of a seed for an engine; returns whether to ask for determinism, or ``None`` not to say.
 
-    def cut(seed: int, backend: str) -> bool | None:
+    Problems whose rows name ``few_keys`` have tiles of fewer keys.
+    """
+
+    def cut(seed: int, backend: str, few_keys: bool = False) -> bool | None:
         rng, deterministic = random.Random(seed), None
         if backend == "triton":
-            monkeypatch.setattr(architecture, "INTERPRETED", random_config(rng))
+            config = random_config(rng)
+            monkeypatch.setattr(architecture, "INTERPRETED", config._replace(keys=4) if few_keys else config)
             monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", rng.choice((1, 1, 16)))  # 16 split the keys
             monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)
             deterministic = rng.random() < 0.5

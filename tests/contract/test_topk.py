@@ -1,13 +1,11 @@
 """What ``topk_indices`` promises, on every engine that takes them."""
 
 import functools
-import random
 
 import pytest
 import torch
 
 from streamkl import attention_kl, attention_lse, indexer_kl, reference
-from streamkl.engines import tiled
 from streamkl.testing import (
     STUDENT,
     TEACHER,
@@ -36,13 +34,23 @@ def run(case, backend: str, function=attention_kl, **options):
     return evaluate(function, case.tensors, case, **options).named()
 
 
-def test_random_problem(fuzz_seed: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(fuzz_seed)
-    monkeypatch.setattr(tiled, "BLOCK_Q", rng.choice((8, 16, 32)))
-    monkeypatch.setattr(tiled, "BLOCK_K", rng.choice((8, 16, 64)))
+def queries(backend: str, count: int) -> int:
+    """How many queries a problem has: each is a program of the Triton engine, and the interpreter takes its time."""
+    return count // 5 if backend == "triton" else count
+
+
+def only_on_other_engines(backend: str, repeated: bool) -> None:
+    """Skips on the Triton engine what runs kernels again that another case ran."""
+    if backend == "triton" and repeated:
+        pytest.skip("runs the kernels of another case")
+
+
+def test_random_problem(fuzz_seed: int, backend: str, random_tiles) -> None:
+    deterministic = random_tiles(fuzz_seed, backend, few_keys=True)
+    sizes = {"max_tokens": 9, "max_heads": 3, "max_batch": 2} if backend == "triton" else {"max_tokens": 24}
     dtypes = tuple(d for d in DTYPES if backend == "tiled" or d != torch.float64)
-    case = random_case(fuzz_seed, dtypes=dtypes, max_tokens=24, topk=True)
-    errors = check_accuracy(case, backend)
+    case = random_case(fuzz_seed, dtypes=dtypes, topk=True, **sizes)
+    errors = check_accuracy(case, backend, functools.partial(attention_kl, deterministic=deterministic))
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
@@ -54,8 +62,10 @@ def test_a_list_of_every_key_is_the_dense_loss(teacher_lse, causal, wanted, head
     """Held to the accuracy rule of the dense problem, whose reference knows of no list."""
     if "teacher_q" in wanted and heads != HEADS["per_head"]:
         pytest.skip("gradients to the teacher exist head by head")
-    case = make_case(0, heads=heads, tokens=(30, 40), causal=causal, teacher_lse=teacher_lse, wanted=wanted)
-    every = lists(2, 30, 40, keys=40)
+    only_on_other_engines(backend, teacher_lse != causal)
+    batch, tokens = (1 if backend == "triton" else 2), (queries(backend, 30), 40)
+    case = make_case(0, heads=heads, batch=batch, tokens=tokens, causal=causal, teacher_lse=teacher_lse, wanted=wanted)
+    every = lists(batch, *tokens, keys=40)
     errors = check_accuracy(case, backend, functools.partial(attention_kl, topk_indices=every))
     assert errors.worst <= 1, str(errors)
 
@@ -64,8 +74,9 @@ def test_a_list_of_every_key_is_the_dense_loss(teacher_lse, causal, wanted, head
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_list_of_every_key_is_the_dense_loss_of_an_indexer(reduction, teacher_lse, backend) -> None:
-    case = make_indexer_case(1, tokens=(30, 40), teacher_lse=teacher_lse, reduction=reduction)
-    every = lists(2, 30, 40, keys=40)
+    tokens = queries(backend, 30), 40
+    case = make_indexer_case(1, tokens=tokens, teacher_lse=teacher_lse, reduction=reduction)
+    every = lists(2, *tokens, keys=40)
     errors = check_accuracy(case, backend, functools.partial(indexer_kl, topk_indices=every))
     assert errors.worst <= 1, str(errors)
 
@@ -74,17 +85,19 @@ def test_a_list_of_every_key_is_the_dense_loss_of_an_indexer(reduction, teacher_
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("pads", ["-1", "masked"])
 def test_a_row_that_names_no_key_it_may_see_is_zero_and_does_not_count(pads, teacher_lse, heads, backend) -> None:
-    topk = lists(2, 20, 6, keys=12, seed=2) + 8
-    topk[:, 14:, 0] = 3  # the others are all past the diagonal, from row 0 to 7
+    only_on_other_engines(backend, heads == HEADS["groups"] or teacher_lse != (pads == "-1"))
+    n, first = (7, 3) if backend == "triton" else (20, 8)
+    half = (n - first) // 2
+    topk = lists(2, n, half, keys=n - first, seed=2) + first
+    topk[:, n - half :, 0] = 1  # the others are all past the diagonal, from row 0 to the one before `first`
     if pads == "-1":
-        topk[:, :8] = -1
-    dead = torch.zeros(20, dtype=torch.bool)
-    dead[:8] = True
-    options = {"heads": heads, "tokens": (20, 20), "causal": True, "teacher_lse": teacher_lse, "topk_indices": topk}
+        topk[:, :first] = -1
+    dead = torch.arange(n) < first
+    options = {"heads": heads, "tokens": (n, n), "causal": True, "teacher_lse": teacher_lse, "topk_indices": topk}
     rows = run(make_case(2, reduction="none", **options), backend)
     assert not rows["loss"][:, :, dead].any()
     mean = run(make_case(2, **options), backend)
-    counted = reference.allowed_pairs(20, 20, True, None, None, None, topk).any(-1).sum() * heads.student
+    counted = reference.allowed_pairs(n, n, True, None, None, None, topk).any(-1).sum() * heads.student
     torch.testing.assert_close(mean["loss"], rows["loss"].sum() / counted)
     for results in (rows, mean):
         assert not results["student_q"][:, :, dead].any()
@@ -102,41 +115,45 @@ def test_a_row_that_names_one_key_has_no_divergence(reduction, dtype, heads, bac
 
 
 def test_keys_that_no_row_names_have_no_gradient(backend) -> None:
-    topk = lists(2, 30, 5, keys=12, seed=3)
+    n = queries(backend, 30)
+    topk = lists(2, n, 5, keys=12, seed=3)
     for teacher_lse in (False, True):
-        case = make_case(3, tokens=(30, 40), topk_indices=topk, teacher_lse=teacher_lse, guard=False)
+        case = make_case(3, tokens=(n, 40), topk_indices=topk, teacher_lse=teacher_lse, guard=False)
         dk = run(case, backend)["student_k"]
         assert not dk[:, :, 12:].any()
         assert dk[:, :, :12].any()
 
 
 def test_lists_may_be_in_any_order_and_of_either_dtype(backend) -> None:
-    topk = lists(2, 30, 7, keys=30, seed=4)
-    case = make_case(4, tokens=(30, 30), causal=True, topk_indices=topk)
+    n = queries(backend, 30)
+    topk = lists(2, n, 7, keys=30, seed=4)
+    case = make_case(4, tokens=(n, 30), causal=True, topk_indices=topk)
     first = run(case, backend)
-    for other in (topk.flip(-1), topk.sort(-1).values, topk.int()):
+    for other in (topk.flip(-1).int(),) if backend == "triton" else (topk.flip(-1), topk.sort(-1).values, topk.int()):
         for name, value in run(case, backend, topk_indices=other).items():
             torch.testing.assert_close(value, first[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_one_list_a_row_is_the_same_list_for_every_group(backend) -> None:
-    topk = lists(2, 30, 7, keys=30, seed=5)
-    case = make_case(5, heads=HEADS["groups"], tokens=(30, 30), causal=True, topk_indices=topk)
+    n = queries(backend, 30)
+    topk = lists(2, n, 7, keys=30, seed=5)
+    case = make_case(5, heads=HEADS["groups"], tokens=(n, 30), causal=True, topk_indices=topk)
     first = run(case, backend)
-    for name, value in run(case, backend, topk_indices=topk[:, None].expand(2, 2, 30, 7)).items():
+    for name, value in run(case, backend, topk_indices=topk[:, None].expand(2, 2, n, 7)).items():
         assert torch.equal(value, first[name]), name
 
 
 def test_in_a_packed_batch_indices_count_within_their_sequence(backend) -> None:
     """Two sequences packed give the losses of the two alone, with the same lists."""
-    topk = lists(40, 6, keys=16, seed=6)
-    cu = torch.tensor([0, 24, 40])
-    q, k = (torch.randn(40, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 2))
+    middle, end = (6, 10) if backend == "triton" else (24, 40)
+    topk = lists(end, 6, keys=end - middle, seed=6)
+    cu = torch.tensor([0, middle, end])
+    q, k = (torch.randn(end, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 2))
     packed = attention_kl(
         q, k, q + 1, k * 2, cu_seqlens_q=cu, cu_seqlens_k=cu, topk_indices=topk, causal=True, reduction="none",
         backend=backend,
     )  # fmt: skip
-    for first, last in ((0, 24), (24, 40)):
+    for first, last in ((0, middle), (middle, end)):
         one_q, one_k = (x[first:last].transpose(0, 1)[None] for x in (q, k))
         alone = attention_kl(
             one_q, one_k, one_q + 1, one_k * 2, topk_indices=topk[None, first:last], causal=True, reduction="none",
@@ -147,8 +164,10 @@ def test_in_a_packed_batch_indices_count_within_their_sequence(backend) -> None:
 
 @pytest.mark.parametrize("groups", [None, 1, 2, 6])
 def test_lse_over_the_named_keys_equals_the_reference(groups, backend) -> None:
-    q, k = (torch.randn(2, n, 30, 16, generator=torch.Generator().manual_seed(n)) for n in (6, 3))
-    topk = lists(2, 30, 7, keys=30, seed=7) if groups is None else lists(2, groups, 30, 7, keys=30, seed=7)
+    n = 8 if backend == "triton" else 30
+    q, k = (torch.randn(2, heads, n, 16, generator=torch.Generator().manual_seed(heads)) for heads in (6, 3))
+    shape = (2, n, n // 4) if groups is None else (2, groups, n, n // 4)
+    topk = lists(*shape, keys=n, seed=7)
     lse = attention_lse(q, k, causal=True, topk_indices=topk, backend=backend)
     exact = reference.attention_lse(q.double(), k.double(), causal=True, topk_indices=topk)
     assert torch.equal(lse == -torch.inf, exact == -torch.inf)
@@ -157,8 +176,10 @@ def test_lse_over_the_named_keys_equals_the_reference(groups, backend) -> None:
 
 
 def test_repeated_calls_are_bit_equal(backend) -> None:
-    case = make_case(8, topk_indices=lists(2, 50, 20, keys=50, seed=8), dtypes=(torch.bfloat16, torch.bfloat16))
-    runs = [run(case, backend, deterministic=True) for _ in range(5)]
+    n = queries(backend, 50)
+    topk = lists(2, n, 20, keys=50, seed=8)
+    case = make_case(8, tokens=(n, 50), topk_indices=topk, dtypes=(torch.bfloat16, torch.bfloat16))
+    runs = [run(case, backend, deterministic=True) for _ in range(2 if backend == "triton" else 5)]
     for other in runs[1:]:
         for name, value in runs[0].items():
             assert torch.equal(value, other[name]), name

@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streamkl.engines import triton
 from streamkl.engines.triton import architecture
 from streamkl.engines.triton.launch import Launch, is_aligned
 from streamkl.engines.triton.meta import Group
@@ -23,7 +25,14 @@ ARCH = "sm_90"
 
 
 def meta_problem(
-    heads=(8, 2, 8, 2), tokens=(4096, 4096), batch=2, dims=(128, 64), packed=0, deterministic=False, summed=False
+    heads=(8, 2, 8, 2),
+    tokens=(4096, 4096),
+    batch=2,
+    dims=(128, 64),
+    packed=0,
+    deterministic=False,
+    summed=False,
+    named=0,
 ) -> tuple[Problem, Inputs, Normalisers]:
     def tensor(count: int, n: int, dim: int) -> torch.Tensor:
         return torch.empty(batch, count, n, dim, dtype=torch.bfloat16, device="meta")
@@ -34,7 +43,8 @@ def meta_problem(
         tensor(heads[3], nk, dims[1]), torch.empty(batch, nq, heads[2], device="meta").mT if summed else None,
     )  # fmt: skip
     cu = (torch.empty(packed + 1, dtype=torch.int32, device="meta") for _ in range(2)) if packed else (None, None)
-    support = Support.of(inputs.b_q, inputs.b_k, None, 0, *cu)
+    topk = torch.empty(batch, 1, nq, named, dtype=torch.int32, device="meta") if named else None
+    support = Support.of(inputs.b_q, inputs.b_k, None, 0, *cu, topk=topk)
     problem = Problem(
         Side.of(*inputs[:2]), Side.of(inputs.b_q, inputs.b_k, summed=summed), support, deterministic
     )  # fmt: skip
@@ -44,8 +54,9 @@ def meta_problem(
 
 
 def every_plan(problem: Problem, inputs: Inputs, norm: Normalisers) -> dict[str, list[Launch]]:
-    from streamkl.engines.triton import plans
+    from streamkl.engines.triton import _plans
 
+    plans = _plans(problem.support)
     found = {
         "lse": plans.logsumexp(problem.support, problem.a, inputs.a_q, inputs.a_k, None, ARCH)[0],
         "lse of b": plans.logsumexp(problem.support, problem.b, inputs.b_q, inputs.b_k, inputs.b_w, ARCH)[0],
@@ -59,8 +70,9 @@ def every_plan(problem: Problem, inputs: Inputs, norm: Normalisers) -> dict[str,
     return found
 
 
-def test_batch_times_heads_beyond_65535_lies_on_grid_x() -> None:
-    plans = every_plan(*meta_problem(heads=(1000, 1000, 1000, 1000), tokens=(64, 64), batch=80))
+@pytest.mark.parametrize("named", [0, 16])
+def test_batch_times_heads_beyond_65535_lies_on_grid_x(named: int) -> None:
+    plans = every_plan(*meta_problem(heads=(1000, 1000, 1000, 1000), tokens=(64, 64), batch=80, named=named))
     for name, launches in plans.items():
         for launch in launches:
             assert isinstance(launch.programs, int), name  # one number: all of it on axis x, which holds 2^31 - 1
@@ -77,13 +89,14 @@ def test_packed_grids_have_a_block_a_sequence_to_spare(packed: int) -> None:
 
 
 @pytest.mark.parametrize("packed", [0, 3])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("how", ["one_sweep", "deterministic", "named"])
 @pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1), (8, 2, 4, 1)], ids=["per_head", "groups", "indexer"])
-def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_allocated(heads, deterministic, packed):
+def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_allocated(heads, how, packed):
     """Meta tensors have no values to read: a plan that waited for one would fail here."""
     summed = heads == (8, 2, 4, 1)
     problem, inputs, norm = meta_problem(
-        heads, (48, 5000), 1, packed=packed, deterministic=deterministic, summed=summed
+        heads, (48, 5000), 1, packed=packed, deterministic=how == "deterministic", summed=summed,
+        named=2048 if how == "named" else 0,
     )  # fmt: skip
     allowed = {tuple(x.shape) for x in (*inputs, *norm) if x is not None} | {()}
 
@@ -125,6 +138,29 @@ def test_a_table_for_a_new_gpu_starts_from_the_one_before_it(tmp_path: Path) -> 
     architecture._add_own(tables, str(path))
     assert set(tables["sm_103"]) == set(tables["sm_100"])
     assert tables["sm_103"]["paired"][128].rows == 64
+
+
+@pytest.mark.parametrize(
+    ("heads", "lists", "rows"),
+    [((8, 2, 8, 2), 1, 4), ((8, 2, 8, 4), 1, 2), ((8, 2, 8, 2), 8, 1), ((8, 2, 4, 1), 1, 4)],
+    ids=["share_keys", "share_fewer", "list_a_head", "indexer"],
+)
+def test_heads_that_share_a_list_and_key_heads_share_a_program(heads, lists, rows) -> None:
+    problem, inputs, norm = meta_problem(heads, (64, 64), 1, summed=heads == (8, 2, 4, 1), named=16)
+    support = replace(problem.support, topk=torch.empty(1, lists, 64, 16, dtype=torch.int32, device="meta"))
+    for name, launches in every_plan(replace(problem, support=support), inputs, norm).items():
+        sweeps = [launch for launch in launches if "ROWS" in launch.constants]
+        if name in ("backward", "train", "lse of b"):
+            assert {launch.programs for launch in sweeps} == {64 * heads[2] // rows}, name
+
+
+def test_deterministic_gradients_of_named_keys_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, *_ = meta_problem(named=16, deterministic=True)
+    refusal = triton.unsupported(torch.device("cuda"), problem)
+    assert refusal is not None
+    assert "not deterministic with topk_indices" in refusal
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton.unsupported(torch.device("cpu"), problem) is None  # one program after another
 
 
 def test_few_queries_split_the_keys_and_merge() -> None:
@@ -181,7 +217,8 @@ def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
 
 def test_every_table_has_every_kind() -> None:
     kinds = ("lse", "paired", "mixture", "keys_one", "keys_group", "queries_one", "queries_group", "keys_both",
-             "lse_index", "mixture_index", "keys_index", "queries_index")  # fmt: skip
+             "lse_index", "mixture_index", "keys_index", "queries_index", "lse_listed", "paired_listed",
+             "mixture_listed", "gradient_listed")  # fmt: skip
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "sm_103", "gfx999"):
         for kind in kinds:
             for flavour in ("", "_misaligned", "_float32"):

@@ -118,6 +118,26 @@ def test_no_address_outside_of_an_indexers_arguments(
     assert ("queries_kernel" in sanitizer["kernels"]) == deterministic
 
 
+def named(queries: int, columns: int, keys: int) -> torch.Tensor:
+    """Lists of all keys in any order, ``[queries, columns]``, with pads among them."""
+    topk = torch.rand(queries, columns, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    return torch.where(topk < keys, topk, -1)
+
+
+@pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_address_outside_of_the_arguments_where_queries_name_their_keys(name, hold, sanitizer, monkeypatch) -> None:
+    config = Config(rows=16, keys=8, warps=1, stages=1, hold=hold, chunk=32, grad=32)
+    monkeypatch.setattr(architecture, "INTERPRETED", config)
+    options = {"tokens": (5, 30), "dims": (40, 24), "batch": 1, "causal": True, "window": (19, 3), **CASES[name]}
+    if name == "packed":
+        options["cu_seqlens"] = ([0, 2, 2, 4], [0, 4, 13, 30])
+    case = make_case(0, topk_indices=named(5, 37, 30) if name == "packed" else named(5, 37, 30)[None], **options)
+    evaluate(attention_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="triton", **case.options)
+    assert sanitizer["checked"] > 10_000
+    assert "listed_gradient_kernel" in sanitizer["kernels"]
+
+
 def test_the_sanitizer_covers_every_kernel(sanitizer, monkeypatch) -> None:
     monkeypatch.setattr(architecture, "INTERPRETED", Config(rows=16, keys=16, warps=1, stages=1))
     monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", 16)
@@ -126,9 +146,12 @@ def test_the_sanitizer_covers_every_kernel(sanitizer, monkeypatch) -> None:
         case = make_case(0, tokens=(5, 70), dims=(16, 16), batch=1, **CASES[name])
         evaluate(attention_kl, case.tensors, case, backend="triton", deterministic=True, **case.options)
         attention_lse(case.tensors["teacher_q"], case.tensors["teacher_k"], backend="triton")
+        case = make_case(0, tokens=(2, 9), dims=(16, 16), batch=1, topk_indices=named(2, 9, 9)[None], **CASES[name])
+        evaluate(attention_kl, case.tensors, case, backend="triton", **case.options)
     assert sanitizer["kernels"] == {
         "lse_kernel", "paired_kernel", "mixture_kernel", "rows_kernel", "keys_kernel", "queries_kernel",
-        "merge_lse_kernel", "merge_paired_kernel", "merge_mixture_kernel",
+        "merge_lse_kernel", "merge_paired_kernel", "merge_mixture_kernel", "listed_lse_kernel", "listed_paired_kernel",
+        "listed_mixture_kernel", "listed_gradient_kernel",
     }  # fmt: skip
 
 
@@ -166,6 +189,9 @@ FAR = """
     few = near[:, :, :8, :rows].contiguous()
     assert torch.equal(attention_lse(few, columns, backend="triton"), attention_lse(few, few, backend="triton"))
     print("columns")
+    named = torch.arange(rows).flip(0).expand(1, rows, rows)
+    torch.testing.assert_close(attention_lse(near, far, topk_indices=named, backend="triton"), expected)
+    print("named")
 """
 
 
@@ -183,4 +209,4 @@ def test_kernels_with_offsets_of_32_bits_would_fail_where_ours_pass(tmp_path: Pa
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         outputs.append(result.stdout.strip())
-    assert outputs == ["near\ntokens\ncolumns", "near"]
+    assert outputs == ["near\ntokens\ncolumns\nnamed", "near"]

@@ -136,6 +136,24 @@ def test_an_indexer_takes_one_teacher_product_a_head_and_tile(heads, causal, pro
     assert gradient_products(products, STUDENT_DIM) == (heads.indexer * visited, heads.indexer * visited)
 
 
+@pytest.mark.parametrize("heads", [IndexerHeads(4, 2, 1), IndexerHeads(32, 2, 5)], ids=str)
+def test_keys_that_a_query_names_are_multiplied_once_a_key_head_with_all_heads_that_read_them(heads, products) -> None:
+    """With the teacher's log-sum-exp, and only up to the last key of a list that its query sees."""
+    topk = torch.full((1, 3, 4 * KEYS), -1)
+    topk[:, :, : 2 * KEYS] = torch.arange(2 * KEYS)
+    topk[:, 0, KEYS:] = -1
+    topk[:, 1] = -1
+    case = make_indexer_case(
+        0, heads=heads, dims=(TEACHER_DIM, STUDENT_DIM), batch=1, tokens=(3, 64), teacher_lse=True, causal=False,
+        guard=False, topk_indices=topk,
+    )  # fmt: skip
+    evaluate(indexer_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="triton", **case.options)
+    visited, padded = 1 + 0 + 2, 16  # rows of heads, of which a product wants 16
+    assert products[(padded, TEACHER_DIM, KEYS)] == heads.teacher_kv * visited
+    assert products[(padded, STUDENT_DIM, KEYS)] == 2 * visited  # its LSE, and the sweep
+    assert products[(KEYS, padded, STUDENT_DIM)] == products[(padded, KEYS, STUDENT_DIM)] == visited
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 def test_a_deterministic_indexer_computes_the_teacher_again_for_each_index_head(heads, products) -> None:
     case = make_indexer_case(

@@ -1,7 +1,7 @@
 """The Triton engine, for NVIDIA and AMD GPUs; with ``TRITON_INTERPRET=1`` its kernels run on CPU tensors, for tests.
 
-``kernels/`` holds the kernels, ``plans.py`` and ``launch.py`` the host side, ``architecture.py`` with ``nvidia.py`` and
-``amd.py`` the configs. Triton is imported when the engine first runs, not before.
+``kernels/`` holds the kernels, ``plans.py``, ``listed.py`` and ``launch.py`` the host side, ``architecture.py`` with
+``nvidia.py`` and ``amd.py`` the configs. Triton is imported when the engine first runs, not before.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import os
 import re
 from importlib import metadata
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
         return f"runs on NVIDIA and AMD GPUs, not on {device.type}"
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
-    if problem is not None and problem.support.topk is not None:
-        return "does not take topk_indices"
+    if problem is not None and problem.deterministic and problem.support.topk is not None and device.type != "cpu":
+        return "is not deterministic with topk_indices: queries add to the keys they name in any order"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     return _too_old() or (_unknown_gpu(device) if device.type == "cuda" else None)
@@ -72,33 +73,40 @@ def _unknown_gpu(device: torch.device) -> str | None:
     )
 
 
+def _plans(support: Support) -> ModuleType:
+    """The plans for what the rows see: runs of keys, or those that they name."""
+    from streamkl.engines.triton import listed, plans
+
+    return plans if support.topk is None else listed
+
+
 def logsumexp(
     support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of the side's logits, each ``[B, distributions, Nq]``; ``(-inf, 0)`` where a row sees no key."""
-    from streamkl.engines.triton import architecture, launch, plans
+    from streamkl.engines.triton import architecture, launch
 
-    launches, rows = plans.logsumexp(support, side, q, k, w, architecture.of(q.device))
+    launches, rows = _plans(support).logsumexp(support, side, q, k, w, architecture.of(q.device))
     launch.run_all(launches, q.device)
     return rows
 
 
 def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
     """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its normalisers."""
-    from streamkl.engines.triton import architecture, launch, plans
+    from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
-    launches, rows = plans.paired_rows(problem, inputs, architecture.of(device))
+    launches, rows = _plans(problem.support).paired_rows(problem, inputs, architecture.of(device))
     launch.run_all(launches, device)
     return rows
 
 
 def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
-    from streamkl.engines.triton import architecture, launch, plans
+    from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
-    launches, rows = plans.mixture_rows(problem, inputs, m_a, ln_l_a, architecture.of(device))
+    launches, rows = _plans(problem.support).mixture_rows(problem, inputs, m_a, ln_l_a, architecture.of(device))
     launch.run_all(launches, device)
     return rows
 
@@ -113,10 +121,10 @@ def backward(
     want_b: bool,
 ) -> Gradients:
     """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes: one sweep, or two where it must be deterministic."""
-    from streamkl.engines.triton import architecture, launch, plans
+    from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
-    launches, gradients = plans.backward(
+    launches, gradients = _plans(problem.support).backward(
         problem, inputs, norm, mean, row_grad, want_a, want_b, architecture.of(device)
     )  # fmt: skip
     launch.run_all(launches, device)
@@ -130,10 +138,10 @@ def backward(
 
 def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
     """``sum(weight * kl)``, its gradients to side ``b``, unrounded, and the mass, in one sweep over ``a``."""
-    from streamkl.engines.triton import architecture, launch, plans
+    from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
-    launches, made = plans.train(problem, inputs, norm, weight, architecture.of(device))
+    launches, made = _plans(problem.support).train(problem, inputs, norm, weight, architecture.of(device))
     launch.run_all(launches, device)
     s, acc = (_summed(x, weight) for x in (made.sum_p, made.sum_acc))
     ln2 = math.log(2)

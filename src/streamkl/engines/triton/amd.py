@@ -73,6 +73,22 @@ GFX942 = {
     "queries_index": {
         1024: Config(128, 32, 4, 1, hold=128),
     },
+    "lse_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "paired_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "mixture_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "gradient_listed": {
+        128: Config(128, 32, 4, 1),
+        1024: Config(128, 32, 8, 1, hold=128),
+    },
     **MISALIGNED,
     **FLOAT32,
 }

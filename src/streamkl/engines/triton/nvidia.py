@@ -12,6 +12,7 @@ PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 1
 WARP_MISALIGNED = {
     **{f"{kind}_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=32, grad=32)} for kind in KINDS},
     "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
+    "mixture_listed_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=16)},
 }
 """Where 16 bytes cannot be loaded at once, each element has a pointer of its own: small chunks."""
 
@@ -79,6 +80,22 @@ SM_80 = {
     "queries_index": {
         1024: Config(64, 32, 8, 1, hold=64),
     },
+    "lse_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "paired_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "mixture_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "gradient_listed": {
+        128: Config(128, 32, 8, 1),
+        1024: Config(128, 32, 8, 1, hold=128),
+    },
     **WARP_MISALIGNED,
     **FLOAT32,
 }
@@ -145,6 +162,22 @@ SM_90 = {
     "queries_index": {
         1024: Config(128, 32, 8, 2, hold=128),
     },
+    "lse_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "paired_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "mixture_listed": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(128, 64, 8, 2, hold=128),
+    },
+    "gradient_listed": {
+        128: Config(128, 64, 8, 1),
+        1024: Config(128, 32, 8, 1, hold=128),
+    },
     **WARPGROUP_MISALIGNED,
     **FLOAT32,
 }
@@ -178,6 +211,7 @@ SM_100 = SM_90 | {
     "keys_index": {
         1024: Config(128, 16, 8, 1, hold=128, hold_a=64),
     },
+    "gradient_listed": {**SM_90["gradient_listed"], 128: Config(128, 32, 8, 1)},
 }
 
 SM_120 = SM_86 | {
@@ -194,6 +228,9 @@ SM_120 = SM_86 | {
         128: Config(64, 32, 8, 1, hold=64),
         256: Config(64, 32, 8, 1, hold=64, chunk=32),
     },
+    "lse_index_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32)},
+    "lse_listed": {**SM_86["lse_listed"], 1024: Config(128, 64, 8, 1, hold=128)},
+    "gradient_listed": {**SM_86["gradient_listed"], 1024: Config(128, 32, 8, 1, hold=128, chunk=32)},
 }
 
 TABLES = {"sm_80": SM_80, "sm_86": SM_86, "sm_89": SM_86, "sm_90": SM_90, "sm_100": SM_100, "sm_120": SM_120}

@@ -6,36 +6,24 @@ they allocate nothing at all: that is how kernels are compiled for an architectu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from streamkl.engines.triton.arguments import GradientRows, Trained, given, index_weights, known_rows, tensors
 from streamkl.engines.triton.kernels.backward import keys_kernel, queries_kernel
 from streamkl.engines.triton.kernels.forward import mixture_kernel, paired_kernel
 from streamkl.engines.triton.kernels.lse import lse_kernel
 from streamkl.engines.triton.kernels.primitives import NONE
-from streamkl.engines.triton.kernels.rows import rows_kernel
 from streamkl.engines.triton.kernels.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
-from streamkl.engines.triton.launch import (
-    Launch,
-    Sweep,
-    new_rows,
-    row_launch,
-)
+from streamkl.engines.triton.launch import Launch, Sweep, new_rows, row_launch
 from streamkl.engines.triton.meta import summed_heads
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
 
 TOGETHER = 64
 """Head dims up to which the gradients of both sides fit the registers of one sweep."""
-
-
-class Rows(NamedTuple):
-    """A side's normalisers as the sweeps read them: ``m`` and ``log2 l``, ``[B, heads, Nq]``."""
-
-    m: Tensor
-    l: Tensor
 
 
 def logsumexp(
@@ -69,7 +57,7 @@ def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launc
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
         for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
     }
-    launches = _forward(sweep, inputs, paired_kernel, merge_paired_kernel, 5, _tensors(inputs), out)
+    launches = _forward(sweep, inputs, paired_kernel, merge_paired_kernel, 5, tensors(inputs), out)
     kl, mean, *norm = out.values()
     return launches, (kl, mean, Normalisers(*norm))
 
@@ -80,12 +68,12 @@ def mixture_rows(
     """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``."""
     kind = "mixture_index" if _is_index(problem, inputs) else "mixture"
     sweep = Sweep(problem, inputs[:4], arch, kind, inputs.b_w is not None)
-    prepare, a = _rows(m_a, ln_l_a, None, problem.group)
+    prepare, a = known_rows(m_a, ln_l_a, None, problem.group)
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
         for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
     }
-    known = _tensors(inputs) | _index_weights(inputs) | {"m_a": a.m, "l_a": a.l}
+    known = tensors(inputs) | index_weights(inputs) | {"m_a": a.m, "l_a": a.l}
     launches = _forward(sweep, inputs, mixture_kernel, merge_mixture_kernel, 4, known, out)
     kl, m_b, ln_l_b = out.values()
     return [prepare, *launches], (kl, m_b, ln_l_b)
@@ -114,17 +102,6 @@ def backward(
     return gradient.launches, Gradients(gradient.dq_a, gradient.dk_a, gradient.dq_b, gradient.dk_b, gradient.dw_b)
 
 
-class Trained(NamedTuple):
-    """What one sweep leaves: gradients in float32, and of each row the sums that its loss is made of."""
-
-    dq: Tensor
-    dk: Tensor
-    dw: Tensor | None
-    sum_p: Tensor
-    sum_acc: Tensor
-    b: Rows
-
-
 def train(
     problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str
 ) -> tuple[list[Launch], Trained]:
@@ -134,7 +111,7 @@ def train(
     assert gradient.dq_b is not None
     assert gradient.dk_b is not None
     return gradient.launches, Trained(
-        gradient.dq_b, gradient.dk_b, gradient.dw_b, gradient.sum_p, gradient.sum_acc, gradient.b
+        gradient.dq_b, gradient.dk_b, gradient.dw_b, gradient.sum_p, gradient.sum_acc, gradient.rows.b
     )
 
 
@@ -145,21 +122,15 @@ class _Gradient:
         self, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str, loss: bool
     ) -> None:
         self.problem, self.inputs, self.arch, self.loss = problem, inputs, arch, loss
-        self.half = torch.float16 in (inputs.a_q.dtype, inputs.b_q.dtype)
-        self.weight, self.peak = _weights(weight.contiguous(), self.half)
-        prepare_a, self.a = _rows(norm.m_a, norm.ln_l_a, self.weight, problem.group)
-        prepare_b, self.b = _rows(norm.m_b, norm.ln_l_b, self.weight, 1)
-        self.launches = [prepare_a, prepare_b]
-        self.mean = self.weight
+        self.rows = GradientRows.of(problem, inputs, norm, weight)
+        self.launches = list(self.rows.launches)
+        self.mean: Tensor | None = None
         both = Sweep(problem, inputs[:4], arch, "keys_both")
         self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or both.a.chunked or both.b.chunked
         self.dq_a = self.dk_a = self.dq_b = self.dk_b = self.dw_b = None
-        self.peak_w = None
-        if inputs.b_w is not None and inputs.b_q.dtype == torch.float16:
-            self.peak_w = _peak(torch.where((self.weight != 0) & (norm.m_b != -torch.inf), inputs.b_w.float(), 0.0))
-        self.sum_p = self.sum_acc = self.b.m  # not read
+        self.sum_p = self.sum_acc = self.rows.b.m  # not read
         if loss and not problem.deterministic:  # else `queries_kernel` writes them
-            self.sum_p, self.sum_acc = (torch.zeros_like(self.b.m) for _ in range(2))
+            self.sum_p, self.sum_acc = (torch.zeros_like(self.rows.b.m) for _ in range(2))
 
     def add(self, want_a: bool, want_b: bool) -> None:
         """One sweep for dQ and dK of the sides that want them; two if deterministic."""
@@ -192,14 +163,15 @@ class _Gradient:
                 self.dq_b = torch.zeros(inputs.b_q.shape, dtype=torch.float32, device=inputs.b_q.device)
                 if inputs.b_w is not None:
                     self.dw_b = torch.zeros(inputs.b_w.shape, dtype=torch.float32, device=inputs.b_q.device)
+        none = self.rows.b.m
         arguments = self._arguments(sweep) | {
-            "dq_a": _or(self.dq_a, self.b.m), "dk_a": _or(self.dk_a, self.b.m), "dq_b": _or(self.dq_b, self.b.m),
-            "dk_b": _or(self.dk_b, self.b.m), "dw_b": self.dw_b, "sum_p": self.sum_p, "sum_acc": self.sum_acc,
+            "dq_a": given(self.dq_a, none), "dk_a": given(self.dk_a, none), "dq_b": given(self.dq_b, none),
+            "dk_b": given(self.dk_b, none), "dw_b": self.dw_b, "sum_p": self.sum_p, "sum_acc": self.sum_acc,
             "blocks": blocks, "owners": owners, "pieces": pieces, "span": span, "splits": splits,
         }  # fmt: skip
         constants = sweep.constants(
             WANT_A=want_a, WANT_B=want_b, DQ=one_sweep, LOSS=self.loss and one_sweep, ATOMIC_A=atomic_a and want_a,
-            ATOMIC_B=atomic_b and want_b, HALF=self.half,
+            ATOMIC_B=atomic_b and want_b, HALF=self.rows.half,
         )  # fmt: skip
         programs = blocks * owners * problem.support.batch * pieces * splits
         self.launches.append(sweep.launch(keys_kernel, programs, arguments, constants))
@@ -208,7 +180,7 @@ class _Gradient:
         problem, inputs = self.problem, self.inputs
         sweep = Sweep(problem, inputs[:4], self.arch, f"queries_{kind}", inputs.b_w is not None)
         pieces = max(sweep.a.pieces if want_a else 1, sweep.b.pieces if want_b else 1)
-        blocks, splits = sweep.row_blocks(), sweep.key_splits()
+        blocks, splits, none = sweep.row_blocks(), sweep.key_splits(), self.rows.b.m
         if want_a:
             self.dq_a = self._new_rows(inputs.a_q, splits, sweep.mask.packed)
         if want_b:
@@ -216,24 +188,20 @@ class _Gradient:
             if inputs.b_w is not None:
                 self.dw_b = self._new_rows(inputs.b_w, splits, sweep.mask.packed)
         if self.loss:
-            shape = (splits, *self.b.m.shape) if splits > 1 else self.b.m.shape
-            self.sum_p, self.sum_acc = (self.b.m.new_zeros(shape) for _ in range(2))
+            shape = (splits, *none.shape) if splits > 1 else none.shape
+            self.sum_p, self.sum_acc = (none.new_zeros(shape) for _ in range(2))
         arguments = self._arguments(sweep) | {
-            "dq_a": _or(self.dq_a, self.b.m), "dq_b": _or(self.dq_b, self.b.m), "dw_b": self.dw_b,
+            "dq_a": given(self.dq_a, none), "dq_b": given(self.dq_b, none), "dw_b": self.dw_b,
             "out_p": self.sum_p, "out_acc": self.sum_acc, "blocks": blocks, "units": sweep.units, "pieces": pieces,
-            "splits": splits, "rows": self.b.m.numel(),
+            "splits": splits, "rows": none.numel(),
         }  # fmt: skip
-        constants = sweep.constants(WANT_A=want_a, WANT_B=want_b, LOSS=self.loss, HALF=self.half)
+        constants = sweep.constants(WANT_A=want_a, WANT_B=want_b, LOSS=self.loss, HALF=self.rows.half)
         programs = blocks * sweep.units * problem.support.batch * pieces * max(sweep.b.heads, 1) * splits
         self.launches.append(sweep.launch(queries_kernel, programs, arguments, constants))
 
     def _arguments(self, sweep: Sweep) -> dict[str, Any]:
-        a, b = self.problem.a, self.problem.b
-        return _tensors(self.inputs) | _index_weights(self.inputs) | {
-            "m_a": self.a.m, "l_a": self.a.l, "m_b": self.b.m, "l_b": self.b.l, "weight": self.weight,
-            "mean": self.mean, "peak": self.peak, "peak_w": self.peak_w, "cu": sweep.cu(), "extent": sweep.extent,
-            "scale_a": a.scale, "scale_b": b.scale,
-        }  # fmt: skip
+        rows = self.rows.arguments(self.problem, self.inputs, self.mean)
+        return rows | {"cu": sweep.cu(), "extent": sweep.extent}
 
     def _new(self, k: Tensor, atomic: bool, packed: bool) -> Tensor:
         """dK: float32 where it is added up or not to be rounded; zero where a key may belong to no sequence."""
@@ -269,19 +237,6 @@ def _forward(
     return launches
 
 
-def _tensors(inputs: Inputs) -> dict[str, Any]:
-    a_q, a_k, b_q, b_k = inputs[:4]
-    return {
-        "q_a": a_q, "k_a": a_k, "q_b": b_q, "k_b": b_k, "strides_qa": a_q.stride(), "strides_ka": a_k.stride(),
-        "strides_qb": b_q.stride(), "strides_kb": b_k.stride(),
-    }  # fmt: skip
-
-
-def _index_weights(inputs: Inputs) -> dict[str, Any]:
-    w = inputs.b_w
-    return {"w_b": w, "strides_wb": None if w is None else w.stride()}
-
-
 def _is_index(problem: Problem, inputs: Inputs) -> bool:
     """Whether kernels have heads to sum."""
     return summed_heads(problem.b, inputs.b_w is not None) > 0
@@ -292,36 +247,3 @@ def _parts(q: Tensor, fields: int, splits: int, rows: Tensor) -> Tensor:
     if splits == 1:
         return rows  # not read
     return torch.full((fields, splits, rows.numel()), NONE.value, dtype=torch.float32, device=q.device)
-
-
-def _rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[Launch, Rows]:
-    """A side's normalisers as the sweeps read them; ``heads`` of them make one distribution."""
-    m, ln_l = m.contiguous(), ln_l.contiguous()
-    rows = Rows(*(torch.empty_like(m) for _ in range(2)))
-    arguments = {
-        "m": m, "ln_l": ln_l, "weight": m if weight is None else weight, "out_m": rows.m,
-        "out_l": rows.l, "rows": m.numel(), "nq": m.shape[2], "share": heads,
-    }  # fmt: skip
-    return row_launch(rows_kernel, m.numel(), arguments, WEIGHTED=weight is not None), rows
-
-
-def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor]:
-    """Row weights in float32; for float16, where derivatives would underflow, at most 1, with their divisor."""
-    weight = weight.float()
-    if not half:
-        return weight, weight
-    peak = _peak(weight)
-    return weight / peak, peak
-
-
-def _peak(weight: Tensor) -> Tensor:
-    """The least power of two that is no less than any finite weight; 1 where there is none."""
-    if weight.numel() == 0:
-        return torch.ones((), dtype=torch.float32, device=weight.device)
-    largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax()
-    return torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest))), 1.0)
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A tensor, or one that stands where the kernel reads none."""
-    return other if tensor is None else tensor

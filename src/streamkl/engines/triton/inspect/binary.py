@@ -114,7 +114,7 @@ def _amd(assembly: str) -> tuple[int, int, list[Instruction]]:
             labels[label.group(1)] = len(lines)
         elif re.match(r"\t[a-z]\w+", line) and not line.startswith("\t."):
             lines.append(line.strip())
-        if line.startswith("\ts_endpgm"):
+        if line.startswith(".Lfunc_end"):
             break
     instructions = []
     for n, text in enumerate(lines):

@@ -44,6 +44,10 @@ TARGETS = {
 """Limits and rates from the vendors' programming guides and data sheets."""
 
 
+WARP_GROUP_ROWS = 64
+"""A tile of fewer rows is multiplied by a warp's own instruction: queries that name their keys may have few heads."""
+
+
 class Clocks(NamedTuple):
     """What one pass of the main loop needs at least, in clocks of a multiprocessor."""
 
@@ -57,15 +61,17 @@ class Clocks(NamedTuple):
         return self.mma / max(self) if max(self) > 0 else 0.0
 
 
-def violations(binary: Binary, arch: str, half: bool) -> list[str]:
+def violations(binary: Binary, launch: Launch, arch: str, half: bool) -> list[str]:
     """What a kernel's binary breaks: spills, shared memory, the kind of its products."""
     target, broken = TARGETS[arch], []
+    rows = max(launch.constants["ROWS"], launch.constants.get("TARGET_ROWS", 0))
+    mma = "HMMA" if rows < WARP_GROUP_ROWS and target.mma in ("WGMMA", "tcgen05") else target.mma
     if binary.spills:
         broken.append(f"{binary.spills} spills")
     if binary.shared > target.shared:
         broken.append(f"{binary.shared:,} bytes of shared memory, of {target.shared:,}")
-    if half and not binary.mma.get(target.mma):
-        broken.append(f"no {target.mma} instruction, but {binary.mma or 'none'}")
+    if half and not binary.mma.get(mma):
+        broken.append(f"no {mma} instruction, but {binary.mma or 'none'}")
     return broken
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton import plans
+from streamkl.engines.triton import listed, plans
 from streamkl.engines.triton.launch import Launch
 from streamkl.problem import Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
@@ -22,10 +23,14 @@ KINDS = ("lse", "paired", "mixture", "backward", "backward_both", "backward_grou
 INDEX_KINDS = ("lse_index", "mixture_index", "backward_index", "train_index", "queries_index")
 """The same for an indexer against the mean of all heads."""
 
+LISTED_KINDS = ("lse_listed", "lse_index_listed", "paired_listed", "mixture_listed", "backward_listed",
+                "backward_both_listed", "train_listed")  # fmt: skip
+"""The same over keys that queries name: against an indexer, or head by head."""
+
 INDEX_DIMS = {(128, 128): (32, 8), (576, 128): (128, 1)}
 """Head dims of teacher and indexer, and the teacher's query and key heads."""
 
-TOKENS, HEADS, KV_HEADS = 4096, 16, 4
+TOKENS, HEADS, KV_HEADS, NAMED = 4096, 16, 4, 2048
 
 
 class Indexer(NamedTuple):
@@ -64,10 +69,12 @@ def launches(variant: Variant) -> list[Launch]:
     Causal, or, as ``worst``, packed sequences in a window on both sides, a relu, and sizes that 16 does not divide.
     """
     arch, kind, dims, dtype, aligned, indexer, worst = variant
+    makers = listed if kind in LISTED_KINDS else plans
+    kind = kind.removesuffix("_listed")
     batch, tokens = (1, TOKENS + 1) if worst else (2, TOKENS)
     group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")
     heads, kv_heads = (HEADS, KV_HEADS) if indexer is None else INDEX_DIMS[dims]
-    distributions = KV_HEADS if group else HEADS if indexer is None else 1
+    distributions = 1 if indexer is not None else KV_HEADS if group else HEADS
 
     def tensor(heads: int, dim: int) -> Tensor:
         return torch.empty(batch, heads, tokens, dim if aligned else dim + 1, dtype=dtype, device="meta")[..., :dim]
@@ -85,19 +92,21 @@ def launches(variant: Variant) -> list[Launch]:
     b = Side.of(inputs.b_q, inputs.b_k, relu=worst or indexer is not None, summed=indexer is not None)
     starts = (torch.empty(8, dtype=torch.int32, device="meta"),) * 2 if worst else (None, None)
     support = Support.of(inputs.b_q, inputs.b_k, 1000 if worst else None, 3 if worst else 0, *starts)
+    if makers is listed:
+        support = replace(support, topk=torch.empty(batch, 1, tokens, NAMED, dtype=torch.int32, device="meta"))
     problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
     norm = Normalisers(rows(heads), rows(heads), rows(distributions), rows(distributions))
     if kind == "lse":
-        made = plans.logsumexp(support, a, inputs.a_q, inputs.a_k, None, arch)[0]
+        made = makers.logsumexp(support, a, inputs.a_q, inputs.a_k, None, arch)[0]
     elif kind == "lse_index":
-        made = plans.logsumexp(support, b, inputs.b_q, inputs.b_k, inputs.b_w, arch)[0]
+        made = makers.logsumexp(support, b, inputs.b_q, inputs.b_k, inputs.b_w, arch)[0]
     elif kind == "paired":
-        made = plans.paired_rows(problem, inputs, arch)[0]
+        made = makers.paired_rows(problem, inputs, arch)[0]
     elif kind.startswith("mixture"):
-        made = plans.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, arch)[0]
+        made = makers.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, arch)[0]
     elif kind.startswith("train"):
-        made = plans.train(problem, inputs, norm, rows(distributions), arch)[0]
+        made = makers.train(problem, inputs, norm, rows(distributions), arch)[0]
     else:
         mean = rows(heads) if both else None
-        made = plans.backward(problem, inputs, norm, mean, rows(distributions), both, True, arch)[0]
+        made = makers.backward(problem, inputs, norm, mean, rows(distributions), both, True, arch)[0]
     return [launch for launch in made if "ROWS" in launch.constants]

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,14 +24,14 @@ from streamkl.engines.triton.inspect.matrix import (
     INDEX_KINDS,
     INDEXERS,
     KINDS,
+    LISTED_KINDS,
     Variant,
     launches,
 )
 from streamkl.engines.triton.launch import Launch
 
-PACKAGE = Path(__file__).parent.parent
-READ = ("launch", "meta", "plans", "inspect/binary", "inspect/budget", "inspect/compiler", "inspect/matrix")
-"""The modules that figures depend on besides the kernels."""
+READ = ("binary.py", "budget.py", "compiler.py")
+"""The modules beside this one that figures depend on: how a kernel is compiled, and what is read of it."""
 
 
 class Figures(NamedTuple):
@@ -80,7 +80,7 @@ def variants(targets: Iterable[str] = tuple(budget.TARGETS), quick: bool = False
             found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
             if gradient and not quick:
                 found.append(Variant(arch, kind, dims, torch.float16, True))
-        found += _indexers(arch, quick)
+        found += _indexers(arch, quick) + _listed(arch, quick)
     return found
 
 
@@ -99,6 +99,28 @@ def _indexers(arch: str, quick: bool) -> list[Variant]:
         found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False, indexer))
         if gradient:
             found.append(Variant(arch, kind, dims, torch.float16, True, indexer))
+    return found
+
+
+def _listed(arch: str, quick: bool) -> list[Variant]:
+    """The same over keys that queries name: one head of an indexer, or many, and head by head."""
+    one, many = (Variant(arch, "", dims, torch.bfloat16, True) for dims in INDEX_DIMS)
+    one, many = one._replace(indexer=INDEXERS[0]), many._replace(indexer=INDEXERS[-1])
+    if quick:
+        return [one._replace(kind="mixture_listed"), many._replace(kind="train_listed")]
+    found = []
+    for kind in LISTED_KINDS:
+        gradient = kind.startswith(("backward", "train"))
+        per_head = [Variant(arch, kind, (dim, dim), torch.bfloat16, True) for dim in (64, 128)]
+        if kind in ("paired_listed", "backward_listed"):
+            found += per_head
+        if kind == "backward_both_listed":
+            found += per_head[:1]
+        if kind in ("paired_listed", "backward_both_listed"):
+            continue
+        found += [variant._replace(kind=kind) for variant in ((many,) if kind == "lse_index_listed" else (one, many))]
+        other = many._replace(kind=kind, dtype=torch.float16 if gradient else torch.bfloat16)
+        found += [other._replace(aligned=False), other._replace(worst=True)]
     return found
 
 
@@ -147,14 +169,22 @@ def _figures(variant: Variant, launch: Launch) -> Figures:
     return Figures(
         str(variant), variant.arch, variant.kind, name, config, read.registers, read.spills, read.shared, limit,
         read.mma, read.exp, read.loop.instructions, read.loop.mix, *clocks, clocks.ceiling,
-        budget.violations(read, variant.arch, half),
+        budget.violations(read, launch, variant.arch, half),
     )  # fmt: skip
 
 
 def _key(variant: Variant, launch: Launch) -> str:
-    """Changes with the kernels, how the launch cuts them, Triton, and what is read of a binary."""
-    cut = (launch.kernel.__name__, launch.constants, launch.warps, launch.stages)
+    """Changes with the kernel and all that it calls, how it is cut, its arguments, Triton, and what is read of it."""
+    arguments = {name: _described(value) for name, value in launch.arguments.items()}
+    cut = (launch.kernel.cache_key, arguments, launch.constants, launch.warps, launch.stages)
     digest = hashlib.sha256(f"{triton.__version__} {variant} {cut}".encode())
-    for path in (*sorted((PACKAGE / "kernels").glob("*.py")), *(PACKAGE / f"{name}.py" for name in READ)):
-        digest.update(path.read_bytes())
+    for name in READ:
+        digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()[:24]
+
+
+def _described(value: Any) -> Any:
+    """What a kernel is compiled for of an argument: of a tensor, its dtype."""
+    if isinstance(value, tuple):
+        return tuple(_described(x) for x in value)
+    return str(value.dtype) if isinstance(value, torch.Tensor) else value

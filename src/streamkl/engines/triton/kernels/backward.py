@@ -18,13 +18,13 @@ from streamkl.engines.triton.kernels.gradient import (
     index_peak,
     loss_terms,
     shifted,
+    store_rows,
     unboosted,
     weight_terms,
 )
 from streamkl.engines.triton.kernels.primitives import (
     IGNORED,
     allowed_pairs,
-    chunked_product,
     dot,
     dot_add,
     find_sequence,
@@ -37,24 +37,13 @@ from streamkl.engines.triton.kernels.primitives import (
     masked_tile,
     my_block,
     packed_rows,
+    product,
     row_pointers,
     row_tiles,
     summed_logits,
     target,
     zeros,
 )
-
-
-@triton.jit
-def _product(
-    b_q, b_k, p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """``q @ k^T`` of a tile, from what is held or, where heads are too wide for that, chunk by chunk."""
-    if SIDE.chunked:
-        return chunked_product(p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, MASKED)
-    else:
-        return dot(b_q, tl.trans(b_k), SIDE.upcast)
 
 
 @triton.jit
@@ -79,18 +68,6 @@ def _add_rows(p_dq, m_live, b_d, b_k, factor, g0, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(p_out, m_n, b_x, g0, DIM: tl.constexpr, GRAD: tl.constexpr, ATOMIC: tl.constexpr):
-    """Stores a finished tile of a gradient, or adds it where several programs share it."""
-    o_d = g0 + tl.arange(0, GRAD)
-    p = p_out[:, None] + o_d[None, :]
-    mask = m_n[:, None] & (o_d < DIM)[None, :]
-    if ATOMIC:
-        tl.atomic_add(p, b_x, mask=mask, sem="relaxed")
-    else:
-        tl.store(p, b_x.to(p_out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _add_index_heads(
     b_dk, b_d, b_k, b_kg, p_q, m_q, strides_q, p_w, strides_w, p_k, m_k, stride_kd, p_dq, p_dw, m_live, m_pair, above,
     nq, dim, scale, factor, factor_w, peak, g0, first_piece,
@@ -104,7 +81,7 @@ def _add_index_heads(
         b_q = 0
         if not SIDE.chunked:
             b_q = load_tile(p_q, m_q, strides_q[3], 0, SIDE.dim, SIDE.block, True)
-        b_s = _product(b_q, b_k, p_q, m_q, strides_q[3], p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, True)
+        b_s = product(b_q, b_k, p_q, m_q, strides_q[3], p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, True)
         b_y = logits(b_s, scale, SIDE)
         w = 0
         if SIDE.weighted:
@@ -167,7 +144,7 @@ def _key_sweep(
                 m_qa &= tl.abs(r_ma) < float("inf")
             if not A.chunked:
                 b_qa = load_tile(p_qa, m_qa, strides_qa[3], 0, A.dim, A.block, True)
-            b_sa = _product(
+            b_sa = product(
                 b_qa, b_ka, p_qa, m_qa, strides_qa[3], p_ka, m_j, strides_ka[3], extent[4], ROWS, KEYS, A, True
             )
             r_la = tl.load(l_a + o_row, mask=m_live, other=IGNORED)
@@ -201,7 +178,7 @@ def _key_sweep(
         else:
             if not B.chunked:
                 b_qb = load_tile(p_q, m_qb, strides_qb[3], 0, B.dim, B.block, True)
-            b_sb = _product(
+            b_sb = product(
                 b_qb, b_kb, p_q, m_qb, strides_qb[3], p_kb, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, True
             )
         b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
@@ -318,10 +295,10 @@ def keys_kernel(
     first = owner * span * GROUP.pack
     if WANT_A:
         kv = (batch.to(tl.int64) * (units * GROUP.pack // A.share) + first // A.share) * extent[1]
-        _store_rows(dk_a + (kv + o_n) * A.dim, m_j, b_dka * fa, g0_a, A.dim, A.grad, ATOMIC_A)
+        store_rows(dk_a + (kv + o_n) * A.dim, m_j, b_dka * fa, g0_a, A.dim, A.grad, ATOMIC_A)
     if WANT_B:
         kv = (batch.to(tl.int64) * (units * GROUP.pack // B.share) + first // B.share) * extent[1]
-        _store_rows(dk_b + (kv + o_n) * B.dim, m_j, b_dkb * fb, g0_b, B.dim, B.grad, ATOMIC_B)
+        store_rows(dk_b + (kv + o_n) * B.dim, m_j, b_dkb * fb, g0_b, B.dim, B.grad, ATOMIC_B)
 
 
 @triton.jit
@@ -353,7 +330,7 @@ def _query_sweep(
                 b_ka = load_tile(p_ja, m_j, strides_ka[3], 0, A.dim, A.block, MASKED)
                 if MASKED and WANT_A:
                     b_ka = finite(b_ka)
-            b_sa = _product(
+            b_sa = product(
                 b_qa, b_ka, p_qa, m_live, strides_qa[3], p_ja, m_j, strides_ka[3], extent[4], ROWS, KEYS, A, MASKED
             )
             b_a = shifted(b_sa, scale_a, r_ma, m_pair, A, MASKED)
@@ -378,7 +355,7 @@ def _query_sweep(
                 scale_b, ROWS, KEYS, B, MASKED,
             )  # fmt: skip
         else:
-            b_sb = _product(
+            b_sb = product(
                 b_qb, b_kb, p_qb, m_live, strides_qb[3], p_j, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, MASKED
             )
         b_b = shifted(b_sb, scale_b, r_m, m_pair, B, MASKED)
@@ -403,7 +380,7 @@ def _query_sweep(
                     b_d, b_sb, scale_b, r_w * (1.0 / GROUP.size), m_pair, m_live, tl.float32, BOOST_B, B, MASKED
                 )
                 p_head = p_qb + head.to(tl.int64) * strides_qb[1]
-                b_sb = _product(
+                b_sb = product(
                     b_qb, b_kb, p_head, m_live, strides_qb[3], p_j, m_j, strides_kb[3], extent[5], ROWS, KEYS, B, MASKED
                 )
                 b_y = logits(b_sb, scale_b, B)
@@ -507,7 +484,7 @@ def queries_kernel(
         tl.store(out_acc + o_part, tl.where(m_live, sum_acc, 0.0), mask=m_q & first)
     if WANT_A:
         b_dqa = tl.where(m_live[:, None], b_dqa * unboosted(scale_a, peak, q_a.dtype.element_ty, BOOST_A, HALF), 0.0)
-        _store_rows(dq_a + o_part * A.dim, m_q, b_dqa, g0_a, A.dim, A.grad, False)
+        store_rows(dq_a + o_part * A.dim, m_q, b_dqa, g0_a, A.dim, A.grad, False)
     if B.heads > 0:
         o_part = (split.to(tl.int64) * rows + batch.to(tl.int64) * extent[0]) * B.heads
         o_part += (head.to(tl.int64) * extent[0] + q_start) + o_i
@@ -517,4 +494,4 @@ def queries_kernel(
     if WANT_B:
         factor = unboosted(scale_b, peak, q_b.dtype.element_ty, BOOST_B, HALF) * index
         b_dqb = tl.where(m_live[:, None], b_dqb * factor, 0.0)
-        _store_rows(dq_b + o_part * B.dim, m_q, b_dqb, g0_b, B.dim, B.grad, False)
+        store_rows(dq_b + o_part * B.dim, m_q, b_dqb, g0_b, B.dim, B.grad, False)

@@ -99,3 +99,15 @@ def unboosted(factor, peak, dtype: tl.constexpr, boost: tl.constexpr, HALF: tl.c
     if dtype == tl.float16:
         factor = factor / boost
     return factor
+
+
+@triton.jit
+def store_rows(p_out, m_n, b_x, g0, DIM: tl.constexpr, GRAD: tl.constexpr, ATOMIC: tl.constexpr):
+    """Stores a finished tile of a gradient, or adds it where several programs share it."""
+    o_d = g0 + tl.arange(0, GRAD)
+    p = p_out[:, None] + o_d[None, :]
+    mask = m_n[:, None] & (o_d < DIM)[None, :]
+    if ATOMIC:
+        tl.atomic_add(p, b_x, mask=mask, sem="relaxed")
+    else:
+        tl.store(p, b_x.to(p_out.dtype.element_ty), mask=mask)

@@ -206,6 +206,18 @@ def chunked_product(
 
 
 @triton.jit
+def product(
+    b_q, b_k, p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """``q @ k^T`` of a tile, from what is held or, where heads are too wide for that, chunk by chunk."""
+    if SIDE.chunked:
+        return chunked_product(p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, MASKED)
+    else:
+        return dot(b_q, tl.trans(b_k), SIDE.upcast)
+
+
+@triton.jit
 def exp(x):
     """``e^x`` by the instruction for ``2^x``; ``tl.exp`` spends three more on results too small to matter."""
     return tl.exp2(x * LOG2E)
