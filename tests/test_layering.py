@@ -149,6 +149,7 @@ BENCH = {
     "run": {"bench", "bench.cells", "bench.contestants", "bench.records", "bench.suites"},
     "prefill/__init__": set(),
     "prefill/allocator": set(),
+    "prefill/layer": {"bench", "bench.gate", "bench.models", "sparse"},
     "prefill/models": set(),
     "prefill/stopwatch": set(),
     "prefill/gate": {"bench.gate", "integrations.transformers", "sparse"},

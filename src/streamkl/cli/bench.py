@@ -192,6 +192,32 @@ def prefill(
     sys.exit(run(_console(), tokens, options, threads, memory, output, picture))
 
 
+@app.command()
+def layer(
+    model: str = typer.Argument("Qwen3-0.6B", help="Whose heads, e.g. Qwen3-0.6B or SmolLM2-135M."),
+    tokens: int = typer.Option(32768, help="Queries and keys."),
+    topk: int = typer.Option(2048, help="How many keys a list has."),
+    block: int = typer.Option(64, help="How many queries share a list."),
+    index_dim: int = typer.Option(128, help="Width of the indexer's one head."),
+    seconds: float = typer.Option(10.0, help="How long each repeats itself."),
+) -> None:
+    """One layer's selection and sparse attention beside dense attention, bfloat16, causal."""
+    from streamkl.bench.gate import RedGateError
+    from streamkl.bench.models import MODELS
+    from streamkl.bench.prefill.layer import Layer
+    from streamkl.bench.prefill.layer import run as measure
+
+    _check([model], MODELS, "a model")
+    try:
+        found = measure(Layer(MODELS[model], tokens, topk, block, index_dim), seconds)
+    except RedGateError as error:
+        _console().print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
+        sys.exit(1)
+    for name, value in found._asdict().items():
+        typer.echo(f"{name:10} {1000 * value:10,.1f} ms {value / found.sdpa:8.3f}")
+    typer.echo(f"selection and attention: {found.ratio:.3f} of dense attention")
+
+
 def _suites(names: list[str], contestants: str, isolated: bool, **cell: str) -> dict[str, Suite]:
     """The suites that are named, or one made of the shape that is given."""
     from dataclasses import replace

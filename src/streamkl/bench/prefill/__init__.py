@@ -2,5 +2,6 @@
 
 ``models.py`` makes a model of a published shape or loads a checkpoint, ``gate.py`` checks it, ``allocator.py`` keeps
 its memory, ``stopwatch.py`` tells where a pass spends its time, ``run.py`` measures, ``records.py`` keeps what it
-found, ``plots.py`` draws it. Needs the ``hf`` extra.
+found, ``plots.py`` draws it; ``layer.py`` measures one layer without a model. All but that need the ``hf``
+extra.
 """

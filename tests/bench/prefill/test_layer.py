@@ -1,0 +1,33 @@
+"""One layer's selection and sparse attention beside dense attention."""
+
+import pytest
+from typer.testing import CliRunner
+
+from streamkl.bench.gate import RedGateError
+from streamkl.bench.models import Layout
+from streamkl.bench.prefill import layer
+from streamkl.cli import app
+
+SMALL = layer.Layer(Layout(4, 2, 32), tokens=256, topk=64, block=32, index_dim=32)
+
+
+def test_three_things_are_timed() -> None:
+    seconds = layer.run(SMALL, budget=0.01)
+    assert min(seconds) > 0
+    assert seconds.ratio == pytest.approx((seconds.selection + seconds.attention) / seconds.sdpa)
+
+
+def test_a_wrong_attention_is_not_timed(monkeypatch) -> None:
+    right = layer.sparse_attention
+    monkeypatch.setattr(layer, "sparse_attention", lambda *a, **k: 1.02 * right(*a, **k))
+    with pytest.raises(RedGateError, match="attention errs by"):
+        layer.run(SMALL, budget=0.01)
+
+
+def test_the_command_prints_the_ratio_and_refuses_an_unknown_model() -> None:
+    result = CliRunner().invoke(
+        app, ["bench", "layer", "SmolLM2-135M", "--tokens", "300", "--topk", "64", "--seconds", "0.01"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "of dense attention" in result.output
+    assert "SmolLM2-135M" in CliRunner().invoke(app, ["bench", "layer", "nothing"]).output
