@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 import streamkl.integrations.transformers as skl
+from streamkl.indexer import rope_tables
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
 from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, WindowSelector
 from streamkl.testing.tiny_models import FAMILIES, tiny_model, tokens
@@ -83,6 +84,22 @@ def test_a_watcher_sees_what_was_attended_to() -> None:
     assert call.scale == 8**-0.5
     assert (call.index.index_q.shape, call.index.index_k.shape) == ((2, 1, TOKENS, 8), (2, TOKENS, 8))
     assert (seen[0].indices.shape, seen[0].block) == ((2, TOKENS // 4, 6), 4)
+
+
+@pytest.mark.parametrize(("family", "head_dim", "rotated"), [("llama", 4, 4), ("llama", 12, 8), ("qwen3_next", 8, 4)])
+@torch.no_grad()
+def test_an_indexers_head_is_rotated_as_a_head_of_its_width_would_be(family, head_dim, rotated) -> None:
+    model, ids = tiny_model(family), tokens(2, TOKENS)
+    indexers, hidden, seen = skl.new_indexers(model, head_dim=head_dim), [], []
+    number = min(map(int, indexers))
+    model.model.layers[number].input_layernorm.register_forward_hook(lambda module, args, out: hidden.append(out))
+    with skl.sparsify(model, IndexerSelector(5, 1), indexers).watch(seen.append):
+        model(ids)
+    indexer = indexers.of(number)
+    assert indexer.rope_dim == rotated
+    wanted = indexer(hidden[0], position_embeddings=rope_tables(torch.arange(TOKENS), rotated, 10000.0))
+    torch.testing.assert_close(seen[0].call.index.index_q, wanted.index_q)
+    torch.testing.assert_close(seen[0].call.index.index_k, wanted.index_k)
 
 
 @torch.no_grad()

@@ -96,10 +96,11 @@ def _checked(layer: SparseLayer, mask: Any, dropout: float, kwargs: dict[str, An
             )
     if dropout:
         raise ValueError(f"sparse attention has no dropout: got {dropout}; set attention_dropout to 0, or call eval()")
-    if kwargs.get("is_causal") is False or not isinstance(mask, Mask):
-        shape = list(mask.shape) if isinstance(mask, Tensor) else None
+    if kwargs.get("is_causal") is False:
+        raise ValueError(f"sparse attention is causal: layer {layer.number} got is_causal=False")
+    if not isinstance(mask, Mask):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else mask
         raise ValueError(
-            f"sparse attention is causal and takes padding as a mask of [batch, tokens]: "
-            f"layer {layer.number} got {'is_causal=False' if shape is None else f'a mask of {shape}'}"
+            f"sparse attention takes padding as a mask of [batch, tokens]: layer {layer.number} got a mask of {shape}"
         )
     return mask

@@ -185,6 +185,8 @@ def _check_model(path: Path, description: dict[str, Any], model: nn.Module, fami
             raise ValueError(
                 f"{whose} with {key} = {theirs[key]}, and this model has {ours[key]}: use its own indexers"
             )
+    if not theirs["fingerprint"] or not ours["fingerprint"]:
+        return
     alike = torch.nn.functional.cosine_similarity(*(torch.tensor(x["fingerprint"]) for x in (theirs, ours)), dim=0)
     if alike < ALIKE:
         raise ValueError(

@@ -45,7 +45,7 @@ class OwnIndexer:
         index = layer.family.project(layer.indexer, Inputs(hidden_states, position_embeddings, q_resid))
         if past_key_values is not None:
             index = index._replace(index_k=past_key_values.update_indexer(index.index_k, layer.number))
-        layer.index = index
+        layer.index = index if layer.reads else None
         if not isinstance(layer.active, IndexerSelector):
             return hidden_states.new_empty(0)
         layout = attention_mask.layout(hidden_states.device)

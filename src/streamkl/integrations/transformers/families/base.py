@@ -91,7 +91,7 @@ class Family(ABC):
 
     @abstractmethod
     def fingerprint(self, attention: Attention) -> Tensor:
-        """Some of a module's weights, by which a model is known again."""
+        """Some of a module's weights, by which a model is known again; empty if they cannot be read."""
 
 
 class GroupedQuery(Family):
@@ -154,5 +154,8 @@ def _fewer(table: Tensor, dim: int) -> Tensor:
 
 
 def few(linear: Any) -> Tensor:
-    """The first weights of a linear map."""
-    return linear.weight.detach().flatten()[:64].float().cpu()
+    """The first weights of a linear map; none if they are quantised, or not in memory."""
+    weight: Tensor = linear.weight.detach()
+    if weight.is_meta or not weight.is_floating_point():
+        return torch.empty(0)
+    return weight.flatten()[:64].float().cpu()
