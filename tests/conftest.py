@@ -20,7 +20,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which noth
 pytest_plugins = ["streamkl.testing.nan_poison"]
 
 ENGINES = ("tiled", "cpu", "triton")
-LIMITED = {"indexer": ("tiled", "cpu", "triton"), "topk": ("tiled", "triton"), "sparse": ("tiled", "cpu")}
+LIMITED = {
+    "indexer": ("tiled", "cpu", "triton"),
+    "topk": ("tiled", "triton"),
+    "sparse": ("tiled", "cpu"),
+    "attends": ("tiled", "cpu", "triton"),
+}
 """By the mark of a test, the engines that do what it asks; without one, all do."""
 NAMED_KEYS_EVERY = 30
 """Of so many seeds the Triton engine takes one of named keys: each of their queries is a program."""
@@ -54,7 +59,7 @@ def _is_left_out(item: pytest.Item) -> bool:
     drawn = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     if drawn.get("backend") != "triton" or "fuzz_seed" not in drawn:
         return False
-    if item.get_closest_marker("topk") is not None:
+    if any(item.get_closest_marker(mark) is not None for mark in ("topk", "attends")):
         return drawn["fuzz_seed"] % NAMED_KEYS_EVERY != 0
     return item.get_closest_marker("indexer") is not None and drawn["fuzz_seed"] % 3 == 2
 
