@@ -55,7 +55,7 @@ def _is_left_out(item: pytest.Item) -> bool:
     drawn = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     if drawn.get("backend") != "triton" or "fuzz_seed" not in drawn:
         return False
-    if item.get_closest_marker("topk") is not None:
+    if any(item.get_closest_marker(mark) is not None for mark in ("topk", "attends")):
         return drawn["fuzz_seed"] % NAMED_KEYS_EVERY != 0
     return item.get_closest_marker("indexer") is not None and drawn["fuzz_seed"] % 3 == 2
 

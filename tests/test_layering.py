@@ -79,6 +79,12 @@ ALLOWED = {
         "streamkl.problem",
         "streamkl.state",
     },
+    "engines/triton/attention.py": {
+        "streamkl.engines.triton.launch",
+        "streamkl.engines.triton.meta",
+        f"{KERNELS}.attention",
+        "streamkl.problem",
+    },
     "engines/triton/listed.py": {
         "streamkl.engines.triton.arguments",
         "streamkl.engines.triton.launch",
@@ -96,6 +102,7 @@ ALLOWED = {
     "engines/triton/kernels/backward.py": {f"{KERNELS}.gradient", f"{KERNELS}.primitives"},
     "engines/triton/kernels/split.py": {f"{KERNELS}.forward", f"{KERNELS}.primitives"},
     "engines/triton/kernels/listed.py": {f"{KERNELS}.forward", f"{KERNELS}.primitives"},
+    "engines/triton/kernels/attention.py": {f"{KERNELS}.listed", f"{KERNELS}.primitives"},
     "engines/triton/kernels/listed_backward.py": {
         f"{KERNELS}.gradient",
         f"{KERNELS}.listed",

@@ -163,6 +163,22 @@ def test_deterministic_gradients_of_named_keys_are_refused_on_a_gpu(monkeypatch:
     assert triton.unsupported(torch.device("cpu"), problem) is None  # one program after another
 
 
+@pytest.mark.parametrize("packed", [0, 3])
+@pytest.mark.parametrize(("block", "programs"), [(1, 4096 * 8), (64, 64 * 8 * 2)])
+def test_sparse_attention_has_a_program_a_list_and_key_head_and_reads_nothing(block, programs, packed) -> None:
+    """A block of 64 queries of four heads makes two tiles of 128 rows."""
+    from streamkl.engines.triton.attention import sparse_attention
+
+    problem, inputs, _ = meta_problem((32, 8, 32, 8), batch=1, packed=packed)
+    indices = torch.empty(1, 4096 // block, 2048, dtype=torch.int32, device="meta")
+    q, k = inputs[:2]
+    (launch,), out = sparse_attention(problem.support, problem.a, q, k, k[..., :64], indices, block, ARCH)
+    assert launch.programs == programs
+    assert launch.constants["ROWS"] == (16 if block == 1 else 128)
+    assert out.shape == (1, 32, 4096, 64)
+    assert out.transpose(1, 2).is_contiguous()
+
+
 def test_few_queries_split_the_keys_and_merge() -> None:
     launches = every_plan(*meta_problem(tokens=(1, 65536), batch=1))["paired"]
     assert [launch.kernel.__name__ for launch in launches] == ["paired_kernel", "merge_paired_kernel"]
@@ -218,7 +234,7 @@ def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
 def test_every_table_has_every_kind() -> None:
     kinds = ("lse", "paired", "mixture", "keys_one", "keys_group", "queries_one", "queries_group", "keys_both",
              "lse_index", "mixture_index", "keys_index", "queries_index", "lse_listed", "paired_listed",
-             "mixture_listed", "gradient_listed")  # fmt: skip
+             "mixture_listed", "gradient_listed", "attention")  # fmt: skip
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "sm_103", "gfx999"):
         for kind in kinds:
             for flavour in ("", "_misaligned", "_float32"):

@@ -14,6 +14,7 @@ import streamkl
 from streamkl import attention_kl, attention_lse, indexer_kl
 from streamkl.engines.triton import architecture, launch
 from streamkl.engines.triton.meta import Config
+from streamkl.sparse import sparse_attention
 from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
 
 pytest.importorskip("triton")
@@ -138,7 +139,27 @@ def test_no_address_outside_of_the_arguments_where_queries_name_their_keys(name,
     assert "listed_gradient_kernel" in sanitizer["kernels"]
 
 
-def test_the_sanitizer_covers_every_kernel(sanitizer, monkeypatch) -> None:
+@pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_no_address_outside_of_the_arguments_of_sparse_attention(packed, block, hold, sanitizer, monkeypatch) -> None:
+    config = Config(rows=16, keys=8, warps=1, stages=1, hold=hold, chunk=32, grad=16)
+    monkeypatch.setattr(architecture, "INTERPRETED", config)
+    q, k, v = (torch.randn(1, heads, n, dim) for heads, n, dim in ((6, 7, 40), (2, 30, 40), (2, 30, 24)))
+    lists, options = -(-7 // block), {"block": block, "window": (19, 3), "backend": "triton"}
+    if packed:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        cu_q, cu_k = torch.tensor([0, 2, 2, 6]), torch.tensor([0, 4, 13, 30])
+        options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        lists = 7 if block == 1 else 1 + 2 + 1  # of the sequences, and of the query past them
+    indices = named(lists, 37, 30)
+    out = sparse_attention(q, k, v, indices if packed else indices[None], **options)
+    assert out.isfinite().all()
+    assert sanitizer["checked"] > 3000
+    assert sanitizer["kernels"] == {"sparse_attention_kernel"}
+
+
+def test_the_sanitizer_covers_every_kernel_of_a_loss(sanitizer, monkeypatch) -> None:
     monkeypatch.setattr(architecture, "INTERPRETED", Config(rows=16, keys=16, warps=1, stages=1))
     monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", 16)
     monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)

@@ -153,6 +153,19 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     return loss, gradients, torch.where(weight == 0, 1.0, s)
 
 
+def sparse_attention(
+    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int
+) -> Tensor:
+    """The output ``[B, H, Nq, Dv]`` in the dtype of ``q``, over the keys of ``indices [B, lists, K]``."""
+    from streamkl.engines.triton import architecture, attention, launch
+
+    launches, out = attention.sparse_attention(
+        support, side, q, k, v, indices, block, architecture.of(q.device)
+    )  # fmt: skip
+    launch.run_all(launches, q.device)
+    return out
+
+
 def _summed(x: Tensor, like: Tensor) -> Tensor:
     """The sum over the shares of the keys, if there are several."""
     return x.sum(0) if x.dim() > like.dim() else x

@@ -89,6 +89,10 @@ GFX942 = {
         128: Config(128, 32, 4, 1),
         1024: Config(128, 32, 8, 1, hold=128),
     },
+    "attention": {
+        128: Config(128, 64, 4, 2),
+        1024: Config(64, 64, 4, 2, hold=128),
+    },
     **MISALIGNED,
     **FLOAT32,
 }

@@ -28,7 +28,7 @@ class Config(NamedTuple):
 
 KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
          "mixture_index", "keys_index", "queries_index", "lse_listed", "paired_listed", "mixture_listed",
-         "gradient_listed")  # fmt: skip
+         "gradient_listed", "attention")  # fmt: skip
 """Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
 
 FLOAT32 = {

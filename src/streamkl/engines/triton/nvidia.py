@@ -96,6 +96,10 @@ SM_80 = {
         128: Config(128, 32, 8, 1),
         1024: Config(128, 32, 8, 1, hold=128),
     },
+    "attention": {
+        128: Config(128, 64, 8, 2),
+        1024: Config(64, 64, 8, 2, hold=128),
+    },
     **WARP_MISALIGNED,
     **FLOAT32,
 }
@@ -177,6 +181,10 @@ SM_90 = {
     "gradient_listed": {
         128: Config(128, 64, 8, 1),
         1024: Config(128, 32, 8, 1, hold=128),
+    },
+    "attention": {
+        128: Config(128, 64, 8, 2),
+        1024: Config(64, 64, 8, 2, hold=128),
     },
     **WARPGROUP_MISALIGNED,
     **FLOAT32,

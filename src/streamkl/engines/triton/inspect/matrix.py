@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton import listed, plans
+from streamkl.engines.triton import attention, listed, plans
 from streamkl.engines.triton.launch import Launch
 from streamkl.problem import Inputs, Problem, Side, Support
 from streamkl.state import Normalisers
@@ -27,10 +27,16 @@ LISTED_KINDS = ("lse_listed", "lse_index_listed", "paired_listed", "mixture_list
                 "backward_both_listed", "train_listed")  # fmt: skip
 """The same over keys that queries name: against an indexer, or head by head."""
 
+ATTENTION_KINDS = ("attention", "attention_block")
+"""Sparse attention over a list of each query's, or of a block's."""
+
+ATTENTION_DIMS = {(64, 64): (16, 4), (128, 128): (32, 8), (576, 512): (128, 1)}
+"""Head dims of keys and values, and query and key heads."""
+
 INDEX_DIMS = {(128, 128): (32, 8), (576, 128): (128, 1)}
 """Head dims of teacher and indexer, and the teacher's query and key heads."""
 
-TOKENS, HEADS, KV_HEADS, NAMED = 4096, 16, 4, 2048
+TOKENS, HEADS, KV_HEADS, NAMED, BLOCK = 4096, 16, 4, 2048, 64
 
 
 class Indexer(NamedTuple):
@@ -68,7 +74,9 @@ def launches(variant: Variant) -> list[Launch]:
 
     Causal, or, as ``worst``, packed sequences in a window on both sides, a relu, and sizes that 16 does not divide.
     """
-    arch, kind, dims, dtype, aligned, indexer, worst = variant
+    if variant.kind in ATTENTION_KINDS:
+        return _attention(variant)
+    arch, kind, dims, _, _, indexer, worst = variant
     makers = listed if kind in LISTED_KINDS else plans
     kind = kind.removesuffix("_listed")
     batch, tokens = (1, TOKENS + 1) if worst else (2, TOKENS)
@@ -77,7 +85,7 @@ def launches(variant: Variant) -> list[Launch]:
     distributions = 1 if indexer is not None else KV_HEADS if group else HEADS
 
     def tensor(heads: int, dim: int) -> Tensor:
-        return torch.empty(batch, heads, tokens, dim if aligned else dim + 1, dtype=dtype, device="meta")[..., :dim]
+        return _tensor(variant, batch, heads, tokens, dim)
 
     def rows(heads: int) -> Tensor:
         return torch.empty(batch, heads, tokens, device="meta")
@@ -90,8 +98,7 @@ def launches(variant: Variant) -> list[Launch]:
     inputs = Inputs(tensor(heads, dims[0]), tensor(kv_heads, dims[0]), *student)
     a = Side.of(inputs.a_q, inputs.a_k)
     b = Side.of(inputs.b_q, inputs.b_k, relu=worst or indexer is not None, summed=indexer is not None)
-    starts = (torch.empty(8, dtype=torch.int32, device="meta"),) * 2 if worst else (None, None)
-    support = Support.of(inputs.b_q, inputs.b_k, 1000 if worst else None, 3 if worst else 0, *starts)
+    support = _support(inputs.b_q, inputs.b_k, worst)
     if makers is listed:
         support = replace(support, topk=torch.empty(batch, 1, tokens, NAMED, dtype=torch.int32, device="meta"))
     problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
@@ -110,3 +117,27 @@ def launches(variant: Variant) -> list[Launch]:
         mean = rows(heads) if both else None
         made = makers.backward(problem, inputs, norm, mean, rows(distributions), both, True, arch)[0]
     return [launch for launch in made if "ROWS" in launch.constants]
+
+
+def _attention(variant: Variant) -> list[Launch]:
+    """The launch of sparse attention."""
+    heads, kv_heads = ATTENTION_DIMS[variant.dims]
+    batch, tokens = (1, TOKENS + 1) if variant.worst else (2, TOKENS)
+    block = BLOCK if variant.kind == "attention_block" else 1
+    q, k, v = (
+        _tensor(variant, batch, count, tokens, dim)
+        for count, dim in ((heads, variant.dims[0]), (kv_heads, variant.dims[0]), (kv_heads, variant.dims[1]))
+    )
+    indices = torch.empty(batch, tokens // block, NAMED, dtype=torch.int32, device="meta")
+    support = _support(q, k, variant.worst)
+    return attention.sparse_attention(support, Side.of(q, k), q, k, v, indices, block, variant.arch)[0]
+
+
+def _tensor(variant: Variant, batch: int, heads: int, tokens: int, dim: int) -> Tensor:
+    columns = dim if variant.aligned else dim + 1
+    return torch.empty(batch, heads, tokens, columns, dtype=variant.dtype, device="meta")[..., :dim]
+
+
+def _support(q: Tensor, k: Tensor, worst: bool) -> Support:
+    starts = (torch.empty(8, dtype=torch.int32, device="meta"),) * 2 if worst else (None, None)
+    return Support.of(q, k, 1000 if worst else None, 3 if worst else 0, *starts)

@@ -19,6 +19,8 @@ from streamkl import cache
 from streamkl.engines.triton.inspect import binary, budget
 from streamkl.engines.triton.inspect.compiler import compile_launch
 from streamkl.engines.triton.inspect.matrix import (
+    ATTENTION_DIMS,
+    ATTENTION_KINDS,
     DIMS,
     INDEX_DIMS,
     INDEX_KINDS,
@@ -80,7 +82,7 @@ def variants(targets: Iterable[str] = tuple(budget.TARGETS), quick: bool = False
             found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
             if gradient and not quick:
                 found.append(Variant(arch, kind, dims, torch.float16, True))
-        found += _indexers(arch, quick) + _listed(arch, quick)
+        found += _indexers(arch, quick) + _listed(arch, quick) + _attention(arch, quick)
     return found
 
 
@@ -107,7 +109,8 @@ def _listed(arch: str, quick: bool) -> list[Variant]:
     one, many = (Variant(arch, "", dims, torch.bfloat16, True) for dims in INDEX_DIMS)
     one, many = one._replace(indexer=INDEXERS[0]), many._replace(indexer=INDEXERS[-1])
     if quick:
-        return [one._replace(kind="mixture_listed"), many._replace(kind="train_listed")]
+        found = [many._replace(kind="train_listed")]
+        return [one._replace(kind="mixture_listed"), *found] if arch in ("sm_90", "gfx942") else found
     found = []
     for kind in LISTED_KINDS:
         gradient = kind.startswith(("backward", "train"))
@@ -122,6 +125,20 @@ def _listed(arch: str, quick: bool) -> list[Variant]:
         other = many._replace(kind=kind, dtype=torch.float16 if gradient else torch.bfloat16)
         found += [other._replace(aligned=False), other._replace(worst=True)]
     return found
+
+
+def _attention(arch: str, quick: bool) -> list[Variant]:
+    """Sparse attention; misaligned, and packed in a window, with heads of 128."""
+    if quick:
+        return [Variant(arch, "attention_block", (128, 128), torch.bfloat16, True)]
+    found = [
+        Variant(arch, kind, dims, torch.bfloat16, True)
+        for kind, dims in itertools.product(ATTENTION_KINDS, ATTENTION_DIMS)
+    ]
+    return [
+        *found, *(variant._replace(aligned=False) for variant in found if variant.dims == (128, 128)),
+        *(variant._replace(worst=True) for variant in found if variant.dims == (128, 128)),
+    ]  # fmt: skip
 
 
 def figures(variant: Variant) -> list[Figures]:
