@@ -59,7 +59,8 @@ def test_a_folder_of_indexers_gives_the_same_selection(sparse, tmp_path) -> None
     description = json.loads((tmp_path / "indexers" / "indexers.json").read_text())
     assert description["family"] == description["model"]["model_type"] == "llama"
     assert description["indexer"] == {
-        "kind": "head", "head_dim": 8, "rope_dim": 8, "rope_layout": "half", "activation": "relu",
+        "kind": "head", "head_dim": 8, "rope_dim": 8, "rope_layout": "half", "activation": "relu", "heads": 1,
+        "temperature": False,
     }  # fmt: skip
     assert description["selector"] == {"kind": "indexer", "topk": 5, "block": 2, "activation": "relu"}
     other = tiny_model("llama")
