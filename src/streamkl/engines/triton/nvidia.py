@@ -13,6 +13,7 @@ WARP_MISALIGNED = {
     **{f"{kind}_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=32, grad=32)} for kind in KINDS},
     "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
     "mixture_listed_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=16)},
+    "attention_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=16, grad=16)},
 }
 """Where 16 bytes cannot be loaded at once, each element has a pointer of its own: small chunks."""
 
@@ -97,7 +98,7 @@ SM_80 = {
         1024: Config(128, 32, 8, 1, hold=128),
     },
     "attention": {
-        128: Config(128, 64, 8, 2),
+        128: Config(64, 64, 8, 2),
         1024: Config(64, 64, 8, 2, hold=128),
     },
     **WARP_MISALIGNED,
@@ -183,7 +184,7 @@ SM_90 = {
         1024: Config(128, 32, 8, 1, hold=128),
     },
     "attention": {
-        128: Config(128, 64, 8, 2),
+        128: Config(128, 64, 8, 1),
         1024: Config(64, 64, 8, 2, hold=128),
     },
     **WARPGROUP_MISALIGNED,
@@ -220,6 +221,7 @@ SM_100 = SM_90 | {
         1024: Config(128, 16, 8, 1, hold=128, hold_a=64),
     },
     "gradient_listed": {**SM_90["gradient_listed"], 128: Config(128, 32, 8, 1)},
+    "attention": {**SM_90["attention"], 128: Config(128, 32, 8, 2)},
 }
 
 SM_120 = SM_86 | {
