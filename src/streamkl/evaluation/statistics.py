@@ -52,7 +52,7 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> Estimate
     Example:
         >>> from streamkl.evaluation.statistics import paired_difference
         >>> [round(x, 3) for x in paired_difference([True] * 18 + [False] * 2, [True] * 20)]
-        [-0.1, -0.301, 0.073]
+        [-0.1, -0.301, 0.077]
     """
     pairs, count = list(zip(first, second, strict=True)), len(first)
     if not count:
