@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-MINIMUM = {"transformers": (5, 0), "torch": (2, 6)}
+MINIMUM = {"transformers": (5, 20), "torch": (2, 6)}
 """The oldest versions that the tests have run with."""
 
 
