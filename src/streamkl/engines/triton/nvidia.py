@@ -83,7 +83,7 @@ SM_80 = {
     },
     "lse_listed": {
         128: Config(128, 64, 4, 2),
-        1024: Config(128, 64, 8, 2, hold=128),
+        1024: Config(128, 32, 8, 1, hold=128),
     },
     "paired_listed": {
         128: Config(128, 64, 4, 2),
