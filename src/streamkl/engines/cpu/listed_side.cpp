@@ -32,7 +32,7 @@ class TypedListedSide final : public ListedSide {
   // Heads [first, last) of the row, which share a key head.
   struct Group {
     int64_t first, last, kv;
-    Buffer<P> columns, pairs, key_pairs;
+    Buffer<P> rows, columns, pairs, key_pairs;  // of queries, and of keys
     Buffer<float> q, dq;
     int64_t heads() const { return last - first; }
     int64_t padded() const { return round_up(heads(), kLanes); }
@@ -56,16 +56,16 @@ class TypedListedSide final : public ListedSide {
       group.first = head;
       group.last = std::min(last, end_of_group(head));
       group.kv = kv_head(head);
-      P* staged = staged_.reserve(group.padded() * pack_.width);
+      P* rows = group.rows.reserve(group.padded() * pack_.width);
       const T* from = q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token;
-      pack_.copy(from, q_strides_.head, q_strides_.dim, group.heads(), group.padded(), staged);
-      pack_.transpose(staged, pack_.width, group.padded(), group.columns.reserve(pack_.width * group.padded()), group.padded());
+      pack_.copy(from, q_strides_.head, q_strides_.dim, group.heads(), group.padded(), rows);
+      if (kVnni) pack_.transpose(rows, pack_.width, group.padded(), group.columns.reserve(pack_.width * group.padded()), group.padded());
       if (!for_gradient) continue;
       if (group.heads() > kFew) {
-        pack_.pairs(staged, round_up(group.heads(), kPair), group.pairs.reserve(group.padded() * pack_.pairs_stride()));
+        pack_.pairs(rows, round_up(group.heads(), kPair), group.pairs.reserve(group.padded() * pack_.pairs_stride()));
       } else {
         float* q = group.q.reserve(kFew * pack_.padded_dim);
-        for (int64_t h = 0; h < group.heads(); h++) pack_.floats(staged + h * pack_.width, q + h * pack_.padded_dim);
+        for (int64_t h = 0; h < group.heads(); h++) pack_.floats(rows + h * pack_.width, q + h * pack_.padded_dim);
       }
     }
   }
@@ -82,10 +82,7 @@ class TypedListedSide final : public ListedSide {
         const int64_t live = std::min(chunk_, count - j), padded = round_up(live, kLanes);
         gather(from, keys + j, live);
         if (for_gradient_) pack_.pairs(gathered_.data(), padded, pairs + j * pack_.pairs_stride());
-        multiply(group, padded);
-        for (int64_t n = 0; n < padded; n += kLanes)
-          for (int64_t h = 0; h < group.heads(); h += kLanes)
-            turn<true>(group.heads() - h, scores_.data() + n * group.padded() + h, group.padded(), x + (group.first - first_ + h) * kListed + j + n, kListed);
+        multiply(group, padded, x + (group.first - first_) * kListed + j);
       }
     }
   }
@@ -135,21 +132,19 @@ class TypedListedSide final : public ListedSide {
     std::fill_n(to, (round_up(count, kLanes) - count) * pack.width, P(0.0f));
   }
 
-  // scores_[keys, heads] of the gathered keys.
-  void multiply(const Group& group, int64_t keys) {
-    const int64_t heads = group.padded(), most = product_piece(pack_.dim);
-    const auto piece = [&](int64_t c, int64_t width, float* to) {
-      at::native::cpublas::brgemm(
-          keys, heads, width, pack_.width, heads, heads, false, gathered_.data() + c, group.columns.data() + c * heads, to, kVnni);
-    };
-    float* x = scores_.reserve(chunk_ * heads);
-    piece(0, kVnni ? pack_.inner : std::min(pack_.dim, most), x);
-    if constexpr (!kVnni) {
-      for (int64_t c = most; c < pack_.dim; c += most) {
-        float* more = piece_.reserve(chunk_ * heads);
-        piece(c, std::min(pack_.dim - c, most), more);
-        for (int64_t n = 0; n < keys * heads; n += kLanes) store(x + n, load(x + n) + load(more + n));
-      }
+  // x[head][kListed] of the gathered keys. brgemm adds float products one by one, which errs too much, and most of sixteen heads
+  // would be zeros.
+  void multiply(const Group& group, int64_t keys, float* x) {
+    if constexpr (kVnni) {
+      const int64_t heads = group.padded();
+      float* scores = scores_.reserve(chunk_ * heads);
+      at::native::cpublas::brgemm(keys, heads, pack_.inner, pack_.width, heads, heads, false, gathered_.data(), group.columns.data(), scores, true);
+      for (int64_t j = 0; j < keys; j += kLanes)
+        for (int64_t h = 0; h < group.heads(); h += kLanes) turn<true>(group.heads() - h, scores + j * heads + h, heads, x + h * kListed + j, kListed);
+    } else {
+      for (int64_t j = 0; j < keys; j += kLanes)
+        for (int64_t h = 0; h < group.heads(); h++)
+          store(x + h * kListed + j, inner_products(gathered_.data() + j * pack_.width, pack_.width, group.rows.data() + h * pack_.width, pack_.width));
     }
   }
 
@@ -222,8 +217,8 @@ class TypedListedSide final : public ListedSide {
   bool for_gradient_ = false;
   const int64_t* named_ = nullptr;
   std::vector<Group> group_;
-  Buffer<P> gathered_, staged_, dx_, dx_columns_;
-  Buffer<float> scores_, piece_, dk_;
+  Buffer<P> gathered_, dx_, dx_columns_;
+  Buffer<float> scores_, dk_;
 };
 
 }  // namespace
