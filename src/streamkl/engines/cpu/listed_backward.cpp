@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
   const auto units = units_of(table, window, lists.rows_at_once(), heads / together, unit / together);
   const int64_t shares = shares_of(units);
   const SideGradient grad_a(want_a, a_q, a_k, shares, false), grad_b(want_b, b_q, b_k, shares, false);
-  const auto gradient = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
+  const auto gradient = dispatch(false, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
     return &paired_gradient<precision(), relu_a(), relu_b(), kLanes>;
   });
   const auto factor_a = static_cast<float>(a_scale), factor_b = static_cast<float>(b_scale);

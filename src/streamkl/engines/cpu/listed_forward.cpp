@@ -50,11 +50,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> listed_paired_rows(
   const Lists lists(lists_);
   const int64_t heads = b_q.size(1);
   const bool quick = fast(a_q, b_q, a_scale, b_scale);
-  const PairedRows out(b_q, heads, precision_of(quick), a_scale, b_scale);
-  const auto update = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
+  // Exact units also in half dtypes: a gradient is a difference from the mean, which is 0 for a row's only key of weight if the
+  // backward's logits are the forward's to the bit.
+  const PairedRows out(b_q, heads, Precision::kExact, a_scale, b_scale);
+  const auto update = dispatch(false, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
     return &PairedState::update<precision(), relu_a(), relu_b()>;
   });
-  const auto merge = quick ? &merged_pair<Precision::kFast> : &merged_pair<Precision::kExact>;
   const int64_t together = std::gcd(std::lcm(heads / a_k.size(1), heads / b_k.size(1)), lists.heads_of_list(heads));
   each_block(table, window, lists.rows_at_once(), heads / together, quick, [&] {
     return [&, a = listed_side_of(a_q, a_k, a_scale, a_relu), b = listed_side_of(b_q, b_k, b_scale, b_relu),
@@ -72,7 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> listed_paired_rows(
           for (int64_t n = 0; n < together; n++)
             (state[n].*update)(xa.data() + n * kListed, xb.data() + n * kListed, kLanes, dealt(keys), a_scale, b_scale);
         });
-        for (int64_t n = 0; n < together; n++) out.write(merge(state[n], a_scale, b_scale), 0, block, first + n, i);
+        for (int64_t n = 0; n < together; n++) out.write(merged_pair<Precision::kExact>(state[n], a_scale, b_scale), 0, block, first + n, i);
       }
     };
   });
