@@ -81,7 +81,7 @@ def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
     from streamkl.distillation.run import distill
 
     alone, together = tmp_path / "alone", tmp_path / "together"
-    options = {"steps": 6, "needles": 0.5, "answer_weight": 4.0, "length": 256, "accumulation": 2}
+    options = {"steps": 6, "needles": 0.5, "answer_weight": 4.0, "length": 288, "accumulation": 2}
     distill(tiny.settings(llama, prose, alone, batch=2, **options))
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",

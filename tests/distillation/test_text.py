@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,10 @@ def test_samples_depend_on_their_number_alone_and_every_sequence_comes_once_a_pa
 
 
 def test_a_needle_is_hidden_asked_for_at_the_end_and_weighs_what_it_is_told(tokenizer: Any, prose: Path) -> None:
-    sequences = pack(tokenizer, prose, length=256, most=20)
+    sequences = pack(tokenizer, prose, length=288, most=20)
     for seed in range(20):
         ids, asked = needles.hide(tokenizer, sequences[seed], seed)
-        assert len(ids) == 256
+        assert len(ids) == 288
         text, question = tokenizer.decode(ids[:asked]), tokenizer.decode(ids[asked:])
         number = question[-5:]
         assert number.isdigit()
@@ -108,3 +109,20 @@ def test_a_needle_is_hidden_asked_for_at_the_end_and_weighs_what_it_is_told(toke
     assert not set(needles.NAMES) & set(TOWNS), "an evaluation asks for names that were trained on"
     with pytest.raises(ValueError, match=r"needles need sequences of \d+ tokens or more: got a length of 50"):
         Samples(sequences[:, :50], 40, seed=0, tokenizer=tokenizer, share=0.5)
+
+
+def test_several_needles_and_quotations_take_half_of_a_sequence_at_most(tokenizer: Any, prose: Path) -> None:
+    sequences = pack(tokenizer, prose, length=1024, most=10)
+    quoted = 0
+    for seed in range(10):
+        ids, asked = needles.hide(tokenizer, sequences[seed], seed, facts=8)
+        assert len(ids) == 1024
+        text, *questions = tokenizer.decode(ids).split("\n\nQuestion: ")
+        numbers = [re.search(r"(\d{5})(\s|$)", question) for question in questions]
+        assert all(number and text.count(number[1]) == 1 for number in numbers), "each number is hidden, and once"
+        quoted += tokenizer.decode(ids[asked:]).count(needles.QUOTED)
+        assert 256 < asked < 1024
+        assert 2 <= len(questions) <= 8
+        assert np.array_equal(ids[:1], sequences[seed][:1]), "what a sequence starts with stays there"
+    assert quoted > 3
+    assert np.array_equal(ids, needles.hide(tokenizer, sequences[9], 9, facts=8).ids)

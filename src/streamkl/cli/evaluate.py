@@ -166,8 +166,8 @@ def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
         if selector not in SELECTORS:
             raise ValueError(f"--selectors are of {', '.join(SELECTORS)}: got {selector!r}")
     paths = dict.fromkeys(given["indexers"])
-    alone = len({path.name for path in paths}) == len(paths)
-    names = {path.resolve().name if alone else str(path): path for path in paths}
+    alone = len({path.absolute().name for path in paths}) == len(paths)
+    names = {path.absolute().name if alone else str(path): path for path in paths}
     numbers = {name: tuple(given[name]) for name in ("tasks", "lengths", "budgets", "blocks")}
     rest = {name: given[name] for name in ("contexts", "segments", "layer_segments", "seed")}
     return Plan(**numbers, selectors=(*given["selectors"], *names), **rest), names

@@ -1,7 +1,7 @@
-"""Samples with a needle: a sentence hidden in the text, and at the end a question that only it answers.
+"""Samples with needles: sentences hidden in the text, and at the end questions that only they answer.
 
-What they are made of is apart from what `streamkl evaluate` asks for, so that an evaluation shows what was learned of
-retrieval, and not of these words.
+Some of what is asked for is the text itself: a piece of it is quoted again. What the needles are made of is apart from
+what `streamkl evaluate` asks for, so that an evaluation shows what was learned of retrieval, and not of these words.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ import numpy as np
 NAMES = (
     "Abernathy", "Bancroft", "Calloway", "Dunmore", "Ellsworth", "Farnham", "Galloway", "Hathaway", "Ingram", "Jessop",
     "Kirkland", "Lockhart", "Merriweather", "Norwood", "Oakley", "Pemberton", "Quimby", "Ravenscroft", "Sheffield",
-    "Thackeray", "Underhill", "Vanderbilt", "Whitaker", "Yarborough",
+    "Thackeray", "Underhill", "Vanderbilt", "Whitaker", "Yarborough", "Alice", "Bruno", "Clara", "Dmitri", "Esther",
+    "Fatima", "Gustav", "Hiroshi", "Ivan", "Julia", "Kwame", "Leila", "Marco", "Nadia", "Otto", "Priya", "Rosa",
+    "Samir",
 )  # fmt: skip
-THINGS = ("locker", "ticket", "permit", "parcel", "account", "badge", "room", "invoice", "safe", "licence")
+THINGS = (
+    "locker", "ticket", "permit", "parcel", "account", "badge", "room", "invoice", "safe", "licence", "piano", "garden",
+    "bicycle", "telescope", "painting", "boat",
+)  # fmt: skip
 FORMS = (
     ("The {thing} of {name} has the code {number}.", "What code has the {thing} of {name}?",
      "The {thing} of {name} has the code {number}"),
@@ -24,17 +29,29 @@ FORMS = (
      "{name}'s {thing} is number {number}"),
     ("For the {thing}, {name} wrote down {number}.", "What did {name} write down for the {thing}?",
      "For the {thing}, {name} wrote down {number}"),
+    ("The {thing} that {name} keeps weighs {number} grams.", "How much does the {thing} that {name} keeps weigh?",
+     "The {thing} that {name} keeps weighs {number}"),
+    ("To open the {thing}, {name} must dial {number}.", "What must {name} dial to open the {thing}?",
+     "To open the {thing}, {name} must dial {number}"),
+    ("In the ledger, {name} entered {number} against the {thing}.", "What did {name} enter against the {thing}?",
+     "In the ledger, {name} entered {number}"),
+    ("The letter to {name} about the {thing} is filed under {number}.", "Where is the letter to {name} filed?",
+     "The letter to {name} about the {thing} is filed under {number}"),
 )  # fmt: skip
 """The sentence that is hidden, the question, and the answer."""
 ASKED = "\n\nQuestion: {question}\nAnswer: {answer}"
+QUOTED = "\n\nAs we have read: "
+QUOTES = 0.25
+"""The share of questions, all but the last, that are a quotation of the text instead."""
+QUOTE_TOKENS = (16, 48)
 
 
 class Sample(NamedTuple):
-    """A sequence with a needle.
+    """A sequence with needles.
 
     Attributes:
         ids: ``[length]``: its tokens.
-        asked: Where the question begins; the answer ends with the sequence.
+        asked: Where the first question begins; the last answer ends with the sequence.
     """
 
     ids: np.ndarray
@@ -53,22 +70,41 @@ def check(tokenizer: Any, length: int) -> None:
         raise ValueError(f"needles need sequences of {needed} tokens or more: got a length of {length}")
 
 
-def hide(tokenizer: Any, ids: np.ndarray, seed: int) -> Sample:
-    """Hides a needle in a sequence, and asks for it at its end; what no longer fits is left out of the end of the text.
+def hide(tokenizer: Any, ids: np.ndarray, seed: int, facts: int = 1) -> Sample:
+    """Hides needles in a sequence, and asks for them at its end; text that no longer fits is left out there.
 
     Args:
         tokenizer: Of transformers.
         ids: ``[length]``: the text's tokens, as many as `check` asks for.
-        seed: Decides name, number, form and place.
+        seed: Decides names, numbers, forms and places.
+        facts: How many questions there are at most; they and their needles take half of the sequence, or there is one.
     """
     draw = random.Random(seed)
-    words = {"name": draw.choice(NAMES), "thing": draw.choice(THINGS), "number": draw.randint(10000, 99999)}
-    sentence, question, answer = (form.format(**words) for form in draw.choice(FORMS))
-    needle = _tokens(tokenizer, f" {sentence} ")
-    asked = _tokens(tokenizer, ASKED.format(question=question, answer=answer))
-    room = len(ids) - len(needle) - len(asked)
-    at = draw.randint(1, room)  # after what every sequence may start with
-    return Sample(np.concatenate((ids[:at], needle, ids[at:room], asked)), len(ids) - len(asked))
+    needles, questions, room = [], [], len(ids)
+    for name in draw.sample(NAMES, min(facts, len(NAMES))):
+        if questions and draw.random() < QUOTES:
+            size = draw.randint(*QUOTE_TOKENS)
+            start = draw.randrange(max(1, len(ids) // 2 - size))  # in what is left of the text, however much is asked
+            needle, asked = None, np.concatenate((_tokens(tokenizer, QUOTED), ids[start : start + size]))
+        else:
+            words = {"name": name, "thing": draw.choice(THINGS), "number": draw.randint(10000, 99999)}
+            sentence, question, answer = (form.format(**words) for form in draw.choice(FORMS))
+            needle = _tokens(tokenizer, f" {sentence} ")
+            asked = _tokens(tokenizer, ASKED.format(question=question, answer=answer))
+        taken = len(asked) + (0 if needle is None else len(needle))
+        if questions and room - taken < len(ids) // 2:
+            break
+        room -= taken
+        questions.insert(0, asked)
+        if needle is not None:
+            needles.append(needle)
+    draw.shuffle(needles)
+    text, last = [], 0
+    for at, needle in zip(sorted(draw.randint(1, room) for _ in needles), needles, strict=True):  # 1: a first token
+        text += [ids[last:at], needle]
+        last = at
+    asked = sum(map(len, questions))
+    return Sample(np.concatenate((*text, ids[last:room], *questions)), len(ids) - asked)
 
 
 def _tokens(tokenizer: Any, text: str) -> np.ndarray:

@@ -108,7 +108,7 @@ def prepare(settings: Settings, processes: int = 1) -> Prepared:
             stacklevel=2,
         )
     samples = Samples(
-        sequences, count, settings.seed, tokenizer=tokenizer, share=settings.needles,
+        sequences, count, settings.seed, tokenizer=tokenizer, share=settings.needles, facts=settings.facts,
         answer_weight=settings.answer_weight, late=settings.row_weight == "late",
     )  # fmt: skip
     backbone = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))

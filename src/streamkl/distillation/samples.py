@@ -21,8 +21,9 @@ class Samples(Dataset):
         count: How many samples there are.
         seed: Of the order, and of the needles.
         tokenizer: For the needles.
-        share: How many of the samples have a needle, from 0 to 1.
-        answer_weight: How much the queries of a needle's question and answer weigh.
+        share: How many of the samples have needles, from 0 to 1.
+        facts: How many questions such a sample asks, at most.
+        answer_weight: How much the queries of questions and answers weigh.
         late: Whether a query weighs as much as it sees keys.
     """
 
@@ -34,11 +35,13 @@ class Samples(Dataset):
         *,
         tokenizer: Any = None,
         share: float = 0.0,
+        facts: int = 1,
         answer_weight: float = 1.0,
         late: bool = False,
     ) -> None:
         self.sequences, self.count, self.seed = sequences, count, seed
-        self.tokenizer, self.share, self.answer_weight, self.late = tokenizer, share, answer_weight, late
+        self.tokenizer, self.share, self.facts = tokenizer, share, facts
+        self.answer_weight, self.late = answer_weight, late
         if share:
             needles.check(tokenizer, sequences.shape[1])
         self._order = functools.lru_cache(maxsize=2)(self._draw_order)
@@ -54,7 +57,7 @@ class Samples(Dataset):
         draw = np.random.default_rng((self.seed, epoch, at))
         asked = len(ids)
         if draw.random() < self.share:
-            ids, asked = needles.hide(self.tokenizer, ids, int(draw.integers(2**62)))
+            ids, asked = needles.hide(self.tokenizer, ids, int(draw.integers(2**62)), self.facts)
         sample = {"input_ids": torch.from_numpy(ids.astype(np.int64))}
         if self.late or (self.share and self.answer_weight != 1):
             sample["row_weight"] = self._weights(len(ids), asked)

@@ -44,8 +44,9 @@ class Settings:
     init: str = _told("plain", "plain, or teacher: from the query and key projections of the layer.")
     temperature: bool = _told(False, "Learn a temperature of the scores.")
     row_weight: str = _told("uniform", "uniform, or late: queries that see more keys weigh more.")
-    needles: float = _told(0.0, "The share of samples with a number hidden in the text and asked for at the end.")
-    answer_weight: float = _told(1.0, "How much the queries of a needle's question and answer weigh.")
+    needles: float = _told(0.0, "The share of samples with numbers hidden in the text and asked for at the end.")
+    facts: int = _told(8, "How many questions such a sample asks at most; some quote the text.")
+    answer_weight: float = _told(1.0, "How much the queries of questions and answers weigh.")
     lr: float = _told(1e-3, "Learning rate.")
     schedule: str = _told("cosine", "Of the learning rate, by the name that transformers has for it.")
     warmup: int = _told(10, "Steps in which the learning rate rises.")
@@ -82,6 +83,7 @@ class Settings:
             "accumulation",
             "heads",
             "head_dim",
+            "facts",
             "block",
             "log_every",
             "save_every",
