@@ -7,12 +7,13 @@ hand.
 
 In float32 and float64 the engine rounds as eager does, and one of the two may be right by chance: where a side is of
 these, eager's error is the largest over several orders of head dimensions and index heads, which change no exact value,
-and where both are, that of a reduced loss is the sum of its rows' errors, none of which cancels another.
+and where both are, that of a reduced loss is the sum of its rows' errors, none of which cancels another. Orders are run
+until the rule holds: each can only allow more, so that those left out change no verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,11 @@ class Results(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """For each output its largest error against float64, and the largest that the rule allows."""
+    """For each output its largest error against float64, and the largest that the rule allows.
+
+    Where all outputs keep the rule, `bound` is what the eager runs that it took to see so allow; all of them may allow
+    more.
+    """
 
     error: dict[str, float]
     bound: dict[str, float]
@@ -97,16 +102,19 @@ def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Te
     case = case.to("cpu")  # not every device has float64
     ours = {name: x.cpu() for name, x in ours.items()}
     exact = evaluate(_definition(case), case.clean(torch.float64), case, **case.options).named()
-    eager_error, lse_error = _eager_error(case), _lse_error(case)
-    error, bound = {}, {}
+    error, least, lse_error = {}, {}, _lse_error(case)
     for name, value in ours.items():
         if value.shape != exact[name].shape:
             raise AssertionError(f"{name} has shape {list(value.shape)}, not {list(exact[name].shape)}: {case}")
         info = torch.finfo(value.dtype)
-        rounding = info.eps * max(_largest(exact[name]), info.smallest_normal)
         error[name] = _largest(value.double() - exact[name])
-        bound[name] = 2 * eager_error[name] + rounding + lse_error.get(name, 0.0)
-    return Errors(error, bound)
+        least[name] = info.eps * max(_largest(exact[name]), info.smallest_normal) + lse_error.get(name, 0.0)
+    errors = Errors(error, least)
+    for eager_error in _eager_errors(case, exact):
+        errors = Errors(error, {name: 2 * eager_error[name] + least[name] for name in error})
+        if errors.worst <= 1:
+            break
+    return errors
 
 
 def _definition(case: Case) -> Callable[..., Tensor]:
@@ -129,8 +137,8 @@ def _operands(case: Case, tensors: dict[str, Tensor]) -> list[Tensor]:
     return operands
 
 
-def _eager_error(case: Case) -> dict[str, float]:
-    """The largest error of the eager implementation over several orders of the head dimensions.
+def _eager_errors(case: Case, exact: dict[str, Tensor]) -> Iterator[dict[str, float]]:
+    """The largest error of the eager implementation over ever more orders of the head dimensions, after each of them.
 
     In float64 eager is the reference itself and errs by nothing that could be seen. There it is measured in float32,
     scaled by the ratio of the roundings, and doubled, because then the reference may err as much as the engine.
@@ -140,8 +148,8 @@ def _eager_error(case: Case) -> dict[str, float]:
     if min(itemsizes) == 8:
         tensors = case.clean(torch.float32)
         scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    doubles = {name: x.double() for name, x in tensors.items()}
-    exact = evaluate(_definition(case), doubles, case, **case.options).named()
+        doubles = {name: x.double() for name, x in tensors.items()}
+        exact = evaluate(_definition(case), doubles, case, **case.options).named()
     largest = dict.fromkeys(exact, 0.0)
     rng = torch.Generator().manual_seed(case.seed)
     by_chance = max(itemsizes) >= 4
@@ -160,9 +168,10 @@ def _eager_error(case: Case) -> dict[str, float]:
         for name, value in eager.items():
             wanted = _shuffled(name, exact[name], orders, heads)
             largest[name] = max(largest[name], scale * _largest(value.double() - wanted))
-    if min(itemsizes) >= 4 and case.options.get("reduction", "mean") != "none":
-        largest["loss"] = max(largest["loss"], scale * _summed_row_error(case, tensors))
-    return largest
+        yield largest
+        if not run and min(itemsizes) >= 4 and case.options.get("reduction", "mean") != "none":
+            largest["loss"] = max(largest["loss"], scale * _summed_row_error(case, tensors))
+            yield largest
 
 
 def _shuffled(name: str, x: Tensor, orders: dict[str, Tensor], heads: Tensor | None) -> Tensor:
