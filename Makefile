@@ -33,7 +33,7 @@ fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 	pytest -n 2 -q tests/contract/test_fuzz.py --fuzz-seeds $(or $(SEEDS),2000) --fuzz-from $(or $(FROM),0)
 
 fuzz-triton:  ## 1,000 small problems in Triton's interpreter
-	pytest -n 2 -q tests/contract/test_fuzz.py -k triton --fuzz-seeds $(or $(SEEDS),1000) --fuzz-from $(or $(FROM),0)
+	pytest -n 2 -q tests/contract/test_fuzz.py -k triton --every-seed --fuzz-seeds $(or $(SEEDS),1000) --fuzz-from $(or $(FROM),0)
 
 kernels:  ## every Triton kernel compiled for every target; fails on a broken budget
 	streamkl kernels --check

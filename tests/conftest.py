@@ -22,8 +22,8 @@ pytest_plugins = ["streamkl.testing.nan_poison"]
 ENGINES = ("tiled", "cpu", "triton")
 LIMITED = {"sparse": ("tiled", "cpu")}
 """By the mark of a test, the engines that do what it asks; without one, all do."""
-NAMED_KEYS_EVERY = 30
-"""Of so many seeds the Triton engine takes one of named keys: each of their queries is a program."""
+INTERPRETED_EVERY = {"topk": 30, "attends": 30, "indexer": 3, "": 2}
+"""Of how many seeds Triton's interpreter takes one, by the mark of a test: each query that names keys is a program."""
 TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 """A tile of the Triton engine: the interpreter takes as long for a row as for many."""
 
@@ -31,6 +31,7 @@ TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seeds", type=int, default=300, help="how many seeded problems the fuzz runs")
     parser.addoption("--fuzz-from", type=int, default=0, help="the first seed of the fuzz")
+    parser.addoption("--every-seed", action="store_true", help="the fuzz leaves out no seed in Triton's interpreter")
     parser.addoption("--needles", type=int, default=2, help="how many numbers a real model looks for in prose")
 
 
@@ -44,7 +45,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what the interpreter takes long for: a third of the indexers' seeds, most of those of named keys."""
+    """Leaves out what the interpreter takes long for: half of the seeds, and most of those of named keys."""
+    if config.getoption("--every-seed"):
+        return
     left_out = [item for item in items if _is_left_out(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -55,9 +58,8 @@ def _is_left_out(item: pytest.Item) -> bool:
     drawn = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     if drawn.get("backend") != "triton" or "fuzz_seed" not in drawn:
         return False
-    if any(item.get_closest_marker(mark) is not None for mark in ("topk", "attends")):
-        return drawn["fuzz_seed"] % NAMED_KEYS_EVERY != 0
-    return item.get_closest_marker("indexer") is not None and drawn["fuzz_seed"] % 3 == 2
+    every = next(n for mark, n in INTERPRETED_EVERY.items() if not mark or item.get_closest_marker(mark))
+    return drawn["fuzz_seed"] % every != 0
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -61,9 +61,17 @@ def test_a_shape_is_measured_shown_drawn_and_kept(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", [name for name in SUITES if name not in ("eager", "memory")])
 def test_every_suite_runs(suite: str, tmp_path: Path) -> None:
-    memory = "--memory" if suite == "forward" else "--no-memory"
-    result = bench("run", suite, "--quick", memory, "--output", str(tmp_path / "bench.jsonl"))
+    result = bench("run", suite, "--quick", "--no-memory", "--output", str(tmp_path / "bench.jsonl"))
     assert result.exit_code == 0, result.output
+
+
+def test_memory_is_measured_beside_time(tmp_path: Path) -> None:
+    output = tmp_path / "bench.jsonl"
+    result = bench("run", *SHAPE[:-1], "--memory", "--contestants", "streamkl", "--output", str(output))
+    assert result.exit_code == 0, result.output
+    (line,) = (json.loads(line) for line in output.read_text().splitlines())
+    assert line["median"] > 0
+    assert line["extra_bytes"] > 0
 
 
 def test_memory_is_measured_apart_and_limited(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from streamkl import engines
+from streamkl.bench import gate
 from streamkl.engines import tiled
 from streamkl.selfcheck import checks
 
@@ -19,6 +20,7 @@ def test_a_report_of_checks_and_timings(tmp_path: Path, monkeypatch: pytest.Monk
     """The tests run with Triton's interpreter on, so that the Triton engine is among what is checked."""
     pytest.importorskip("triton")
     monkeypatch.setattr(selfcheck, "INTERPRETED_SEEDS", 3)
+    monkeypatch.setattr(gate, "TOKENS", 97)
     assert selfcheck.run(torch.device("cpu"), "auto", 5, True, tmp_path / "here") == 0
     report = json.loads((tmp_path / "here.json").read_text())
     names = [check["name"].split(",")[0] for check in report["checks"]]

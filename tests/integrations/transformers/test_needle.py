@@ -14,6 +14,7 @@ def count(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--needles")
 
 
+@pytest.mark.slow
 def test_the_oracle_finds_what_the_dense_model_finds_and_a_window_does_not(smol, count) -> None:
     model, tokenizer = smol
     prose = smollm2.prose()
