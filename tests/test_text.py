@@ -81,6 +81,9 @@ def test_a_byte_of_another_encoding_is_found_behind_a_cut_character(tmp_path: Pa
     with pytest.raises(TextError, match="byte 0xff at offset 19"):
         list(documents([path], part=10))
     assert [d.text for d in documents([write(tmp_path / "l.txt", b"caf\xe9")], encoding="latin-1")] == ["café"]
+    for encoding in ("latin-99", "hex"):
+        with pytest.raises(TextError, match=f"there is no encoding '{encoding}'"):
+            list(documents([tmp_path / "l.txt"], encoding=encoding))
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

@@ -108,12 +108,13 @@ def _parts(pieces: Iterable[str], part: int) -> Iterator[str]:
     """Pieces as parts of at most ``part`` characters, cut after a space where there is one in a part's last half."""
     left = ""
     for piece in pieces:
-        left += piece
-        while len(left) > part:
-            space = max(left.rfind(mark, part // 2, part) for mark in "\n ")
-            end = space + 1 if space >= 0 else part
-            yield left[:end]
-            left = left[end:]
+        left, start = left + piece, 0  # a line of JSON is one piece: it is copied once, not once a part
+        while len(left) - start > part:
+            space = max(left.rfind(mark, start + part // 2, start + part) for mark in "\n ")
+            end = space + 1 if space >= 0 else start + part
+            yield left[start:end]
+            start = end
+        left = left[start:]
     if left:
         yield left
 
@@ -168,7 +169,11 @@ def _text_of(line: str, field: str, path: Path, number: int) -> str:
 
 
 def _decoder(encoding: str) -> codecs.IncrementalDecoder:
-    name = codecs.lookup(encoding).name
+    try:
+        name = codecs.lookup(encoding).name
+        b"".decode(name)  # there are codecs of bytes, too
+    except LookupError:
+        raise TextError(f"there is no encoding {encoding!r}: name one as Python does, such as latin-1") from None
     return codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" else name)()
 
 
