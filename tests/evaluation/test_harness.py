@@ -66,6 +66,21 @@ def test_lm_eval_runs_a_local_task_with_sparse_attention(model_folder: Path, tmp
     assert found != pytest.approx(wanted["dense"], abs=1e-2), "eight keys are not all"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"selector": "best"}, "selector must be one of oracle"),
+        ({"selector": "oracle", "indexers": "folder"}, "give one of them"),
+        ({"topk": 8}, "topk and block go with a selector or with indexers"),
+    ],
+)
+def test_model_args_that_would_be_ignored_are_refused(arguments: dict, message: str) -> None:
+    from streamkl.evaluation.harness import SparseLM
+
+    with pytest.raises(ValueError, match=message):
+        SparseLM("no model is loaded", **arguments)
+
+
 @torch.no_grad()
 def likelihood(subject: Subject, text: str, more: str) -> float:
     """Of ``more`` after ``text``, computed as lm-eval does: the last token is no input."""

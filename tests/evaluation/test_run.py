@@ -1,6 +1,7 @@
 """Whole runs on a tiny model: paired, resumable, with a report whose figures follow from the results."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from streamkl.cli import app
@@ -99,6 +101,20 @@ def test_a_run_of_something_else_is_refused(model_folder: Path, book: Path, tmp_
     code, said = command("oracle", model_folder, book, output, *few, "--seed", "1")
     assert code == 1
     assert "seed = 0, and this run has 1" in said.replace("\n", " ")
+    other = shutil.copytree(model_folder, tmp_path / "other" / model_folder.name)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 2 * x for name, x in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    code, said = command("oracle", other, book, output, *few)
+    assert code == 1
+    assert "has results with weights = " in said.replace("\n", " "), "a model of the same name"
+
+
+@pytest.mark.parametrize("content", ['{"mine": 1}', '{"mine": 1}\n', "[1]", '{"run": {}}\n{"task": \n'])
+def test_a_file_of_results_that_is_not_ours_or_damaged_is_left_as_it_is(content: str, tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"is not a file of results|line 2 of .* is damaged"):
+        Records(tmp_path, {})
+    assert (tmp_path / "results.jsonl").read_text() == content
 
 
 def test_a_budget_that_nearly_holds_all_keys_is_nearly_dense_and_a_small_one_is_not(
@@ -199,6 +215,8 @@ def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp
         (("--tasks", "needles"), "a task is one of needle"),
         (("--selectors", "best"), "--selectors are of oracle"),
         (("--decode", "fast"), "--decode is one of"),
+        (("--device", "gpu"), "--device is cpu or cuda: got 'gpu'"),
+        (("--indexers", str(tmp_path / "oracle")), "has the name of another method: rename the folder"),
         (("--budgets", "0"), "budgets are numbers of at least 1"),
         (("--lengths", "513"), "more than the 512 that the model was made for"),
     ):

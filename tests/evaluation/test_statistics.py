@@ -40,6 +40,12 @@ def test_intervals_of_a_mean_hold_it_as_often_as_they_say(count: int) -> None:
     assert 0.935 <= held / 1000 <= 0.965, held
 
 
+def test_student_has_heavier_tails_beyond_the_table_too() -> None:
+    for count, published in ((31, 2.042), (41, 2.0211), (61, 2.0003), (121, 1.9799)):
+        found = mean([-1.0, 1.0] * (count // 2) + [0.0])  # of deviation 1
+        assert found.high * count**0.5 == pytest.approx(published, abs=5e-4)
+
+
 def test_few_values_have_no_interval_or_all_of_it() -> None:
     assert mean([2.0]).high == float("inf")
     assert wilson(0, 0)[1:] == (0.0, 1.0)

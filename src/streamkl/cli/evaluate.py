@@ -104,13 +104,13 @@ def _run(**given: Any) -> int:
         console.print(f"this command needs transformers: pip install 'streamkl[hf,bench]' ({error})", markup=False)
         return 1
     try:
+        device = _device(given["device"])
         haystack = Haystack.read(
             given["text"], load_tokenizer(given["model"]), field=given["field"], encoding=given["encoding"]
         )
         with console.status(f"loading {given['model']}"):
             subject = Subject(
-                given["model"], names, dtype=getattr(torch, given["dtype"]), device=given["device"],
-                decode=given["decode"],
+                given["model"], names, dtype=getattr(torch, given["dtype"]), device=device, decode=given["decode"]
             )  # fmt: skip
         digests = {name: digest(path) for name, path in names.items()}
         evaluation = Evaluation(plan, subject, haystack, {"model": Path(given["model"]).name, "indexers": digests})
@@ -126,6 +126,23 @@ def _run(**given: Any) -> int:
     if not done:
         console.print("Interrupted: the report is of what was done. The same command goes on from here.")
     return 0 if done else 130
+
+
+def _device(name: str) -> Any:
+    """The device of a name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device is cpu or cuda: got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU here")
+    return device
 
 
 def _progress(evaluation: Any, output: Path, console: Any) -> bool:
@@ -168,6 +185,9 @@ def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
     paths = dict.fromkeys(given["indexers"])
     alone = len({path.absolute().name for path in paths}) == len(paths)
     names = {path.absolute().name if alone else str(path): path for path in paths}
+    for name in ("dense", *SELECTORS):
+        if name in names:
+            raise ValueError(f"--indexers {names[name]} has the name of another method: rename the folder")
     numbers = {name: tuple(given[name]) for name in ("tasks", "lengths", "budgets", "blocks")}
     rest = {name: given[name] for name in ("contexts", "segments", "layer_segments", "seed")}
     return Plan(**numbers, selectors=(*given["selectors"], *names), **rest), names

@@ -33,16 +33,26 @@ class SparseLM(HFLM):
         self, pretrained: Any, selector: str | None = None, topk: int | None = None, block: int | None = None,
         indexers: str | None = None, decode: Any = "sparse", **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(pretrained, **kwargs)  # pyright: ignore[reportCallIssue]  # lm-eval's decorator hides its types
-        model: Any = self.model  # pyright: ignore[reportAttributeAccessIssue]
         if selector is not None and selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}: got {selector!r}")
+        if selector is not None and indexers is not None:
+            raise ValueError("selector and indexers are two ways to select: give one of them")
+        if selector is None and indexers is None and (topk is not None or block is not None):
+            raise ValueError("topk and block go with a selector or with indexers: give one of them")
+        super().__init__(pretrained, **kwargs)  # pyright: ignore[reportCallIssue]  # lm-eval's decorator hides its types
+        model: Any = self.model  # pyright: ignore[reportAttributeAccessIssue]
         if selector is not None:
-            sparsify(model, Method(selector, topk or 256, block or 64).make(), decode=decode)
+            sparsify(
+                model,
+                Method(selector, 256 if topk is None else topk, 64 if block is None else block).make(),
+                decode=decode,
+            )
         elif indexers is not None:
             loaded, saved = load_indexers(indexers, model)
             activation = next(iter(loaded.values())).activation  # pyright: ignore[reportAttributeAccessIssue]
-            chosen = Method("indexer", topk or saved.topk, block or saved.block).make(activation)  # pyright: ignore
+            chosen = Method(
+                "indexer", saved.topk if topk is None else topk, saved.block if block is None else block
+            ).make(activation)  # pyright: ignore
             sparsify(model, chosen, loaded, decode=decode)
         elif getattr(model, "streamkl", None) is None:
             sparsify(model, decode=decode)  # a model with indexers of its own; for others it says what is missing

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+NAME, START = "results.jsonl", b'{"run": '
+"""The file of a run, and how it starts."""
+
 
 class Record(NamedTuple):
     """One context with one method, or one method's lists in each layer.
@@ -47,10 +50,12 @@ class Records:
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "results.jsonl"
-        lines = _whole_lines(self.path)
-        there, records = _split(self.path, lines)
+        self.path = folder / NAME
+        lines, whole = _whole_lines(self.path)
+        there, records = _split(lines)
         merged = identity if there is None else _merged(self.path, there, identity)
+        if self.path.exists():
+            os.truncate(self.path, whole)  # without a last line that was cut off as it was written
         if merged != there:
             _append(self.path, {"run": merged})
         self._records = {record.key: record for record in records}
@@ -72,7 +77,7 @@ class Records:
 
 def read(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     """What the run in a folder is of, and its records."""
-    there, records = _split(folder, _whole_lines(folder / "results.jsonl"))
+    there, records = _split(_whole_lines(folder / NAME)[0])
     if there is None:
         raise ValueError(f"{folder} holds no run")
     return there, records
@@ -83,21 +88,27 @@ def _append(path: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; a last one that was cut off as it was written is taken out of the file."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
-    return [json.loads(line) for line in data[:whole].splitlines()]
+def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a file but a last one that was cut off as it was written, and how many bytes they are.
 
-
-def _split(path: Path, lines: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[Record]]:
-    """What the run is of, as its last line about it says, and the records."""
-    if lines and "run" not in lines[0]:
+    Raises:
+        ValueError: It is a file of something else, or damaged.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    if not START.startswith(data[: len(START)]):
         raise ValueError(f"{path} is not a file of results: choose another folder")
+    whole = data.rfind(b"\n") + 1
+    lines = []
+    for number, line in enumerate(data[:whole].splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"line {number} of {path} is damaged: delete it, and the same command goes on") from None
+    return lines, whole
+
+
+def _split(lines: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[Record]]:
+    """What the run is of, as its last line about it says, and the records."""
     runs = [line["run"] for line in lines if "run" in line]
     return runs[-1] if runs else None, [Record(**line) for line in lines if "run" not in line]
 

@@ -132,7 +132,8 @@ class Evaluation:
     def full_identity(self) -> dict[str, Any]:
         """All that a result depends on."""
         return {
-            **self.identity, "seed": self.plan.seed, "text": self.haystack.digest, "decode": self.subject.decode,
+            **self.identity, "weights": self.subject.fingerprint, "seed": self.plan.seed,
+            "text": self.haystack.digest, "decode": self.subject.decode,
             "dtype": str(self.subject.model.dtype).removeprefix("torch."), "largest_block": self.plan.largest_block,
             "version": VERSION,
         }  # fmt: skip

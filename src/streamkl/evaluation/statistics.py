@@ -83,6 +83,13 @@ def mean(values: Sequence[float]) -> Estimate:
     middle = statistics.fmean(values)
     if len(values) < 2:
         return Estimate(middle, -math.inf, math.inf)
-    quantile = STUDENT[len(values) - 2] if len(values) - 2 < len(STUDENT) else Z
-    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    half = _student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Estimate(middle, middle - half, middle + half)
+
+
+def _student(freedom: int) -> float:
+    """Student's quantile; beyond the table by the first terms of its expansion, to the fourth digit."""
+    if freedom <= len(STUDENT):
+        return STUDENT[freedom - 1]
+    first, second = (Z**3 + Z) / 4, (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
+    return Z + first / freedom + second / freedom**2

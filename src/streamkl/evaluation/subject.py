@@ -45,6 +45,9 @@ class Subject:
         dtype: Of the weights.
         device: Of the model.
         decode: How the tokens after the first attend: selected for as those of the prompt, or densely.
+
+    Attributes:
+        fingerprint: Of the weights, by which a run knows the model again: other models have a folder of that name, too.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Subject:
         indexers: dict[str, Path] | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         decode: Literal["dense", "sparse"] = "sparse",
     ) -> None:
         logging.disable_progress_bar()
@@ -61,6 +64,7 @@ class Subject:
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
         self.model = self.model.to(device).eval()
         self.decode: Literal["dense", "sparse"] = decode
+        self.fingerprint = _fingerprint(self.model)
         self.indexers: dict[str, Indexers] = {
             name: load_indexers(path, self.model)[0] for name, path in (indexers or {}).items()
         }
@@ -132,6 +136,15 @@ class Subject:
 def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a model, with which text can be looked at before the model is loaded."""
     return AutoTokenizer.from_pretrained(model)
+
+
+def _fingerprint(model: torch.nn.Module) -> str:
+    """A digest of some of each parameter."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        few = parameter.detach().flatten()[:64].float().cpu()
+        found.update(name.encode() + few.numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def digest(folder: Path) -> str:
