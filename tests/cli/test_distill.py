@@ -19,7 +19,7 @@ output: a-folder
 lr: 0.01
 answer-weight: 4
 temperature: true
-report_to: [tensorboard]
+report_to: tensorboard
 """
 FLAGS = [
     "--model", "a-model", "--text", "one.txt", "--text", "two.jsonl", "--output", "a-folder", "--lr", "0.01",
@@ -60,6 +60,9 @@ def test_flags_and_a_yaml_file_mean_the_same_and_flags_come_first(told: list[Set
         (["--model", "m", "--output", "o"], "text must be given"),
         ([*FLAGS, "--init", "best"], "init must be one of plain, teacher: got 'best'"),
         ([*FLAGS, "--length", "0"], "length must be at least 1: got 0"),
+        ([*FLAGS, "--seed", "-1"], "seed must be at least 0: got -1"),
+        ([*FLAGS, "--lr", "nan"], "lr must be above 0: got nan"),
+        ([*FLAGS, "--device", "cuda:1"], "device must be one of auto, cpu: got 'cuda:1'"),
         ([*FLAGS, "--config", "nowhere.yaml"], "does not exist"),
     ],
 )

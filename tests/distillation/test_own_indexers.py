@@ -28,7 +28,10 @@ def test_own_indexers_halve_their_kl_in_a_hundred_steps_and_the_model_loads_with
     tiny: Any, prose: Path, tmp_path: Path, family: str
 ) -> None:
     model, run = getattr(tiny, family)(tmp_path / "model"), tmp_path / "run"
-    result = distill(tiny.settings(model, prose, run, steps=100, lr=1e-2, save_every=100, log_every=20))
+    options = {"steps": 100, "lr": 1e-2, "save_every": 100, "log_every": 20}
+    with pytest.raises(ValueError, match="has indexers of its own: head_dim, init cannot be chosen"):
+        distill(tiny.settings(model, prose, run, init="teacher", **options))
+    result = distill(tiny.settings(model, prose, run, head_dim=64, **options))
     lines = [json.loads(line) for line in (run / "curves.jsonl").read_text().splitlines()]
     first, last = lines[0], lines[-1]
     print(family, {name: (first[name], last[name]) for name in ("kl", "recall", "mass")})

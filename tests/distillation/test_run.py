@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from streamkl.distillation import checkpoints
-from streamkl.distillation.run import distill
+from streamkl.distillation.checkpoints import CheckpointError
+from streamkl.distillation.run import distill, training_arguments
 
 
 def curves(run: Path) -> list[dict[str, Any]]:
@@ -94,6 +95,34 @@ def test_a_run_goes_on_only_if_told_to_and_only_with_the_same_settings_and_text(
         distill(tiny.settings(llama, prose, run, steps=3, lr=0.1, resume=True))
     with pytest.raises(ValueError, match="was made with another text"):
         distill(tiny.settings(llama, other, run, steps=3, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("learning_rate=1", "set is for what has no flag of its own: got learning_rate"),
+        ("nonsense=1", "TrainingArguments does not take what set names"),
+        ("adam_beta2=[", "is not YAML"),
+        ("adam_beta2", "set must be NAME=VALUE"),
+    ],
+)
+def test_what_set_names_is_an_argument_without_a_flag(entry: str, message: str, tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", set=[entry]))
+
+
+def test_results_without_room_are_written_by_a_resumed_run(
+    tiny: Any, llama: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    settings = {"steps": 2, "save_every": 2}
+    with monkeypatch.context() as patched:
+        patched.setattr("streamkl.distillation.run.write_indexers", full)
+        with pytest.raises(CheckpointError, match="training has ended, but its results could not be written"):
+            distill(tiny.settings(llama, prose, tmp_path / "run", **settings))
+    assert distill(tiny.settings(llama, prose, tmp_path / "run", resume=True, **settings)).indexers.exists()
 
 
 def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(

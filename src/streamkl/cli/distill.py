@@ -92,6 +92,9 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
     if not isinstance(found, dict):
         raise typer.BadParameter(f"{path} must hold names and values of settings")
     found = {str(name).replace("-", "_"): value for name, value in found.items()}
+    for name in ("text", "report_to", "set"):
+        if isinstance(found.get(name), str):
+            found[name] = [found[name]]  # one of a list
     unknown = sorted(found.keys() - {field.name for field in dataclasses.fields(Settings)})
     if unknown:
         raise typer.BadParameter(f"{path} names settings that do not exist: {', '.join(unknown)}")

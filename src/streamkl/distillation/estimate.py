@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from streamkl.distillation.run import prepare
+from streamkl.distillation.run import prepare, training_arguments
 from streamkl.distillation.settings import Settings
 
 BATCHES = 3
@@ -18,6 +18,7 @@ BATCHES = 3
 
 def estimate(settings: Settings) -> str:
     """What the run trains and on how much text, and the memory and time that it is expected to take on one process."""
+    training_arguments(settings)  # what is wrong with them shows here, too
     prepared = prepare(settings)
     model, samples = prepared.model, prepared.samples
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from streamkl.indexer import HeadIndexer, Indexer, LightningIndexer
 from streamkl.integrations.transformers.families import Family, GroupedQuery
 from streamkl.integrations.transformers.indexers import Indexers
 
+MADE_BY = ("heads", "head_dim", "activation", "init", "temperature")
+"""Settings that say how new indexers are made."""
+
 
 def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> Indexers:
     """An indexer for each layer that sees all keys: the model's own where it has them, else new ones in float32.
@@ -19,8 +23,13 @@ def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> In
     The same seed gives the same weights. Attention modules that share another layer's lists have none.
 
     Raises:
-        ValueError: No layer of the model sees all keys.
+        ValueError: No layer of the model sees all keys, or settings say how to make indexers that the model has.
     """
+    if not isinstance(family, GroupedQuery):
+        defaults = {f.name: f.default for f in fields(Settings)}
+        chosen = [name for name in MADE_BY if getattr(settings, name) != defaults[name]]
+        if chosen:
+            raise ValueError(f"a {family.name} model has indexers of its own: {', '.join(chosen)} cannot be chosen")
     indexers = Indexers()
     generator = torch.Generator().manual_seed(settings.seed)
     for number, attention in sorted(family.attentions(backbone).items()):
@@ -28,12 +37,8 @@ def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> In
             continue
         if isinstance(family, GroupedQuery):
             indexers[str(number)] = _new(family, attention, settings, generator)
-        else:
-            own = family.indexer(attention)
-            if own is not None:
-                indexers[str(number)] = (
-                    own.float()
-                )  # optimizers want float32; other weights of the model stay as they are
+        elif (own := family.indexer(attention)) is not None:
+            indexers[str(number)] = own.float()  # optimizers want it; other weights of the model stay as they are
     if not indexers:
         raise ValueError(f"no layer of this {family.name} model attends to all keys: there is nothing to distill")
     return indexers

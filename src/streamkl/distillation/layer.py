@@ -68,7 +68,7 @@ class Layer:
         assert inputs is not None, "the module's hook ran before its attention"
         with torch.enable_grad(), _half_precision(query):
             index = self.family.project(self.indexer, inputs)
-        index = index._replace(index_q=index.index_q.to(query.dtype), index_k=index.index_k.to(query.dtype))
+            index = index._replace(index_q=index.index_q.to(query.dtype), index_k=index.index_k.to(query.dtype))
         if not (lse.isfinite().all() and index.index_q.isfinite().all() and index.index_k.isfinite().all()):
             # A loss that every parameter has a gradient of, as ranks that reduce gradients wait for.
             with torch.enable_grad():

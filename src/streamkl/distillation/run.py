@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from streamkl.distillation import checkpoints, curves
+from streamkl.distillation.checkpoints import CheckpointError
 from streamkl.distillation.indexers import make_indexers
 from streamkl.distillation.model import Distiller
 from streamkl.distillation.packing import packed
@@ -48,7 +51,7 @@ def distill(settings: Settings) -> Result:
 
     Raises:
         ValueError: A setting, the text or the model does not do, or the output folder holds another run.
-        CheckpointError: A checkpoint could not be written.
+        CheckpointError: A checkpoint, or the results, could not be written.
         NotFiniteError: Too many steps in a row had gradients that are not finite.
     """
     output = Path(settings.output)
@@ -91,6 +94,7 @@ def prepare(settings: Settings, processes: int = 1) -> Prepared:
         settings: Of the run.
         processes: How many processes train together.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns when processes fork after it
     if settings.threads:
         torch.set_num_threads(settings.threads)
     config = AutoConfig.from_pretrained(settings.model)
@@ -126,18 +130,27 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         name, equals, value = entry.partition("=")
         if not equals:
             raise ValueError(f"set must be NAME=VALUE: got {entry!r}")
-        more[name] = yaml.safe_load(value)
-    options: dict[str, Any] = {
+        try:
+            more[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"the value of set {entry!r} is not YAML: {error}") from None
+    told: dict[str, Any] = {
         "output_dir": settings.output, "max_steps": settings.steps, "per_device_train_batch_size": settings.batch,
         "gradient_accumulation_steps": settings.accumulation, "learning_rate": settings.lr,
         "lr_scheduler_type": settings.schedule, "warmup_steps": settings.warmup, "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm, "seed": settings.seed, "logging_steps": settings.log_every,
-        "logging_first_step": True, "save_steps": settings.save_every, "report_to": settings.report_to or "none",
-        "use_cpu": settings.device == "cpu", "remove_unused_columns": False, "dataloader_pin_memory": False,
+        "save_steps": settings.save_every, "report_to": settings.report_to or "none",
+        "use_cpu": settings.device == "cpu",
+    }  # fmt: skip
+    twice = sorted(told.keys() & more.keys())
+    if twice:
+        raise ValueError(f"set is for what has no flag of its own: got {', '.join(twice)}")
+    usual = {
+        "logging_first_step": True, "remove_unused_columns": False, "dataloader_pin_memory": False,
         "ddp_find_unused_parameters": False,
     }  # fmt: skip
     try:
-        return TrainingArguments(**{**options, **more})
+        return TrainingArguments(**{**usual, **more, **told})
     except TypeError as error:
         raise ValueError(f"TrainingArguments does not take what set names: {error}") from None
 
@@ -165,29 +178,38 @@ def _check_same(folder: Path, about: dict[str, Any]) -> None:
     for name, value in about["settings"].items():
         if name not in where and then["settings"].get(name) != value:
             raise ValueError(f"{folder} was made with {name} = {then['settings'].get(name)}: got {value}")
-    if then["processes"] * then["settings"]["batch"] != about["processes"] * about["settings"]["batch"]:
+    if then["processes"] != about["processes"]:
         raise ValueError(f"{folder} was made by {then['processes']} processes: got {about['processes']}")
     if then["tokens"] != about["tokens"]:
         raise ValueError(f"{folder} was made with another text, or another tokenizer")
 
 
 def _write_results(output: Path, prepared: Prepared, settings: Settings, result: Result) -> Result:
-    model = prepared.model
-    write_indexers(output / INDEXERS, model, settings.measured, settings.block)
-    folder = None
-    if not isinstance(model.family, GroupedQuery):
-        folder = output / MODEL
-        for name, parameter in model.backbone.named_parameters():
-            parameter.data = parameter.data.to(prepared.dtypes[name])
-        model.backbone.set_attn_implementation("sdpa")
-        model.backbone.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
-        tokenizer.save_pretrained(folder)
-    return Result(result.indexers, folder, curves.draw(output), result.skipped)
+    try:
+        write_indexers(output / INDEXERS, prepared.model, settings.measured, settings.block)
+        own = not isinstance(prepared.model.family, GroupedQuery)
+        folder = _write_model(output, prepared, settings) if own else None
+        return Result(result.indexers, folder, curves.draw(output), result.skipped)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(output / checkpoints.STAGING, ignore_errors=True)
+        raise CheckpointError(
+            f"training has ended, but its results could not be written ({error}); make room, and --resume writes them"
+        ) from error
+
+
+def _write_model(output: Path, prepared: Prepared, settings: Settings) -> Path:
+    """Writes a model with the trained indexers in it, under another name until all of it is there."""
+    staged, folder, backbone = output / checkpoints.STAGING / MODEL, output / MODEL, prepared.model.backbone
+    for name, parameter in backbone.named_parameters():
+        parameter.data = parameter.data.to(prepared.dtypes[name])
+    backbone.set_attn_implementation("sdpa")
+    backbone.save_pretrained(staged)
+    AutoTokenizer.from_pretrained(settings.model).save_pretrained(staged)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(staged, folder)
+    shutil.rmtree(staged.parent)
+    return folder
 
 
 def _digest(sequences: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(sequences).data).hexdigest()
-
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns when processes fork after it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -11,8 +12,22 @@ CHOICES = {
     "row_weight": ("uniform", "late"),
     "activation": ("relu", "none"),
     "on_nan": ("skip", "stop"),
+    "device": ("auto", "cpu"),
 }
 """Settings that are one of a few words."""
+
+LEAST = {
+    **dict.fromkeys(("length", "steps", "batch", "accumulation", "heads", "head_dim", "block"), 1),
+    **dict.fromkeys(("facts", "log_every", "save_every", "keep"), 1),
+    **dict.fromkeys(("warmup", "weight_decay", "max_grad_norm", "seed", "topk", "max_skipped", "threads"), 0),
+}
+"""The least that numbers may be."""
+
+FREE = (
+    "output", "resume", "dry_run", "report_to", "log_every", "save_every", "keep", "topk", "block", "device", "set",
+    "threads", "max_skipped",
+)  # fmt: skip
+"""Settings that do not decide the trained weights."""
 
 
 def _told(default: Any, what: str) -> Any:
@@ -76,25 +91,14 @@ class Settings:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}: got {getattr(self, name)!r}")
-        for name in (
-            "length",
-            "steps",
-            "batch",
-            "accumulation",
-            "heads",
-            "head_dim",
-            "facts",
-            "block",
-            "log_every",
-            "save_every",
-            "keep",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1: got {getattr(self, name)}")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}: got {getattr(self, name)}")
         if not 0 <= self.needles <= 1:
             raise ValueError(f"needles must be from 0 to 1: got {self.needles}")
-        if self.answer_weight <= 0:
-            raise ValueError(f"answer_weight must be above 0: got {self.answer_weight}")
+        for name in ("lr", "answer_weight"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0: got {getattr(self, name)}")
 
     @property
     def measured(self) -> int:
@@ -103,20 +107,7 @@ class Settings:
 
     def training(self) -> dict[str, Any]:
         """What decides the trained weights, as JSON has it: a run is resumed with the same."""
-        free = {
-            "output",
-            "resume",
-            "dry_run",
-            "report_to",
-            "log_every",
-            "save_every",
-            "keep",
-            "topk",
-            "block",
-            "device",
-            "set",
-        }
-        return {name: value for name, value in asdict(self).items() if name not in free | {"threads", "max_skipped"}}
+        return {name: value for name, value in asdict(self).items() if name not in FREE}
 
 
 def helps() -> dict[str, str]:
