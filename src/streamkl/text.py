@@ -171,7 +171,7 @@ def _text_of(line: str, field: str, path: Path, number: int) -> str:
 def _decoder(encoding: str) -> codecs.IncrementalDecoder:
     try:
         name = codecs.lookup(encoding).name
-        b"".decode(name)  # there are codecs of bytes, too
+        b"a".decode(name, "ignore")  # there are codecs of bytes, too
     except LookupError:
         raise TextError(f"there is no encoding {encoding!r}: name one as Python does, such as latin-1") from None
     return codecs.getincrementaldecoder("utf-8-sig" if name == "utf-8" else name)()
