@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from streamkl.distillation import checkpoints, curves
-from streamkl.distillation.checkpoints import CheckpointError
 from streamkl.distillation.indexers import make_indexers
 from streamkl.distillation.model import Distiller
 from streamkl.distillation.packing import packed
@@ -192,7 +191,7 @@ def _write_results(output: Path, prepared: Prepared, settings: Settings, result:
         return Result(result.indexers, folder, curves.draw(output), result.skipped)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(output / checkpoints.STAGING, ignore_errors=True)
-        raise CheckpointError(
+        raise checkpoints.CheckpointError(
             f"training has ended, but its results could not be written ({error}); make room, and --resume writes them"
         ) from error
 
