@@ -44,8 +44,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("fuzz_seed", range(first, first + count))
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what the interpreter takes long for: half of the seeds, and most of those of named keys."""
+    """Leaves out what the interpreter takes long for: half of the seeds, and most of those of named keys.
+
+    What it runs besides the fuzz is slow.
+    """
+    for item in items:
+        drawn = _drawn(item)
+        if drawn.get("backend") == "triton" and "fuzz_seed" not in drawn:
+            item.add_marker(pytest.mark.slow)
     if config.getoption("--every-seed"):
         return
     left_out = [item for item in items if _is_left_out(item)]
@@ -54,8 +62,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not _is_left_out(item)]
 
 
+def _drawn(item: pytest.Item) -> dict[str, Any]:
+    """What a test is parametrised with."""
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
 def _is_left_out(item: pytest.Item) -> bool:
-    drawn = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    drawn = _drawn(item)
     if drawn.get("backend") != "triton" or "fuzz_seed" not in drawn:
         return False
     every = next(n for mark, n in INTERPRETED_EVERY.items() if not mark or item.get_closest_marker(mark))

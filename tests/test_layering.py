@@ -1,6 +1,7 @@
 """Imports run one way: who may import whom, read from the sources."""
 
 import ast
+import functools
 from pathlib import Path
 
 import streamkl
@@ -251,6 +252,7 @@ ABOVE = ("bench", "cli", "distillation", "evaluation", "integrations")
 """Where models of transformers are used."""
 
 
+@functools.cache
 def imports(path: Path, package: str = "streamkl") -> set[str]:
     """The modules of a package that a file imports, anywhere in it."""
     found = set()

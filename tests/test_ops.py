@@ -102,6 +102,7 @@ def test_gradcheck_in_float64() -> None:
         assert torch.autograd.gradcheck(loss, leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["forward", "reverse"])
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_gradcheck_of_both_divergences(divergence: str, activation: str | None) -> None:
@@ -139,6 +140,7 @@ def test_gradcheck_of_an_indexer(path: str) -> None:
     assert torch.autograd.gradcheck(loss, leaves)
 
 
+@pytest.mark.slow
 def test_gradcheck_on_the_keys_that_rows_name() -> None:
     case = small("paired", dtypes=(torch.float64, torch.float64), tokens=(5, 7), dims=(4, 4))
     leaves = [x.requires_grad_() for x in case.tensors.values()]

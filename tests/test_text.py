@@ -37,6 +37,7 @@ def test_long_documents_come_in_parts_that_are_the_whole(tmp_path: Path) -> None
         assert [p.part for p in parts] == list(range(len(parts)))
 
 
+@pytest.mark.slow
 def test_a_line_of_200_mb_is_read_in_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "line.txt"
     with path.open("wb") as handle:

@@ -22,6 +22,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "indexers" / "indexers.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_killed_five_times_and_resumed_ends_with_the_same_bits(llama: Path, prose: Path, tmp_path: Path) -> None:
     seed = random.randrange(10**6)
     command = [sys.executable, str(WORKERS / "killed.py"), str(llama), str(prose), str(tmp_path), str(seed)]
@@ -57,6 +58,7 @@ def little_room(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_run_without_room_keeps_its_last_good_checkpoint_and_says_so(
     tiny: Any, llama: Path, prose: Path, little_room: Path
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_run_without_room_keeps_its_last_good_checkpoint_and_says_so(
     assert checkpoints.about(last)["step"] == int(last.name.split("-")[1])  # pyright: ignore[reportOptionalSubscript]
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one_with_the_same_global_batch(
     tiny: Any, llama: Path, prose: Path, tmp_path: Path
 ) -> None:

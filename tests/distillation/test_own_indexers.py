@@ -23,6 +23,7 @@ assert "streamkl" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_own_indexers_halve_their_kl_in_a_hundred_steps_and_the_model_loads_without_us(
     tiny: Any, prose: Path, tmp_path: Path, family: str

@@ -36,6 +36,7 @@ def indexers(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return save_indexers(folder, subject.model, new_indexers(subject.model, head_dim=8), IndexerSelector(32, 16))
 
 
+@pytest.mark.slow
 def test_a_run_compares_every_method_on_the_same_contexts_and_goes_on_where_it_was(
     model_folder: Path, book: Path, indexers: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_hostile_text_ends_the_command_with_a_sentence(
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.slow
 def test_a_line_of_200_mb_is_evaluated(model_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "line.txt"
     with path.open("w") as file:

@@ -52,6 +52,7 @@ def test_a_key_block_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, s
     assert check_accuracy(make_case(0, causal=True, tokens=(100, 100)), "tiled").worst > 1
 
 
+@pytest.mark.slow
 def test_gradients_accumulated_in_the_inputs_dtype_are_seen(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:
     cases = [make_case(seed, dtypes=HALF, tokens=(400, 30), dims=(16, 16), reduction="sum") for seed in range(6)]
     assert failures(cases, "student_k") == 0
