@@ -41,6 +41,7 @@ take_novels() {
     python "$examples/austen.py" "$made"/r-cran-janeaustenr_*.deb "$made"
     mv "$made"/{emma,mansfield-park,pride-and-prejudice,sense-and-sensibility}.txt "$made/train"
     mv "$made"/{persuasion,northanger-abbey}.txt "$made/test"
+    rm "$made"/*.deb
     mv "$made" "$BOOKS"
 }
 
