@@ -16,6 +16,7 @@ ORACLE_SEGMENTS=${ORACLE_SEGMENTS:-3}
 BUDGETS=${BUDGETS:-256 512}       # keys of a list
 CONTEXTS=${CONTEXTS:-16}          # needles
 SEGMENTS=${SEGMENTS:-6}           # passages for perplexity
+LAYER_SEGMENTS=${LAYER_SEGMENTS:-2}  # passages on which the lists of every layer are looked at
 
 LENGTH=${LENGTH:-2048}            # of training sequences
 STEPS=${STEPS:-600}
@@ -56,7 +57,8 @@ done
 {
     echo "== how sparse can it be"
     streamkl oracle "$MODEL" --text "$BOOKS/test" --lengths $LENGTHS --budgets $ORACLE_BUDGETS --blocks $BLOCKS \
-        --selectors oracle window --contexts "$ORACLE_CONTEXTS" --segments "$ORACLE_SEGMENTS" --output "$OUTPUT/oracle"
+        --selectors oracle window --contexts "$ORACLE_CONTEXTS" --segments "$ORACLE_SEGMENTS" \
+        --layer-segments "$LAYER_SEGMENTS" --output "$OUTPUT/oracle"
 
     echo "== training indexers"
     if [ -e "$OUTPUT/run/indexers" ]; then
@@ -69,5 +71,6 @@ done
 
     echo "== what they cost and gain"
     streamkl evaluate "$MODEL" --indexers "$OUTPUT/run/indexers" --text "$BOOKS/test" --lengths $LENGTHS \
-        --budgets $BUDGETS --blocks $BLOCKS --contexts "$CONTEXTS" --segments "$SEGMENTS" --output "$OUTPUT/report"
+        --budgets $BUDGETS --blocks $BLOCKS --contexts "$CONTEXTS" --segments "$SEGMENTS" \
+        --layer-segments "$LAYER_SEGMENTS" --output "$OUTPUT/report"
 }

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT, PAGE = ROOT / "examples" / "quickstart.sh", ROOT / "docs" / "quickstart-sparse.md"
 SMALL = {
-    "LENGTHS": "256", "BLOCKS": "1 64", "ORACLE_BUDGETS": "64", "ORACLE_CONTEXTS": "1", "ORACLE_SEGMENTS": "0",
-    "BUDGETS": "64", "CONTEXTS": "1", "SEGMENTS": "1", "LENGTH": "256", "STEPS": "2", "SAVE_EVERY": "1",
+    "LENGTHS": "160", "BLOCKS": "1 32", "ORACLE_BUDGETS": "48", "ORACLE_CONTEXTS": "1", "ORACLE_SEGMENTS": "0",
+    "BUDGETS": "48", "CONTEXTS": "1", "SEGMENTS": "1", "LAYER_SEGMENTS": "1", "LENGTH": "160", "STEPS": "2",
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the quickstart is a script for bash")
@@ -54,14 +54,14 @@ def test_the_quickstart_reports_on_trained_indexers_and_does_nothing_twice(
             assert f"({picture}.png)" in page
     assert (output / "run" / "curves.png").stat().st_size > 10_000
     report = json.loads((output / "report" / "report.json").read_text())
-    methods = {"dense", *(f"{name} k64 b{block}" for name in ("indexers", "oracle", "window") for block in (1, 64))}
+    methods = {"dense", *(f"{name} k48 b{block}" for name in ("indexers", "oracle", "window") for block in (1, 32))}
     for task in ("needle", "perplexity"):
         assert {f["method"] for f in report["figures"] if f["task"] == task} == methods, task
     assert {gap["kind"] for gap in report["gaps"]} == {"oracle", "indexer", "realization"}
 
     kept = ("oracle/results.jsonl", "report/results.jsonl", "run/curves.jsonl", "run/indexers/indexers.safetensors")
     before = {name: ((output / name).stat().st_mtime_ns, (output / name).read_bytes()) for name in kept}
-    ran = quickstart(tmp_path, **SMALL)
+    ran = quickstart(tmp_path, MODEL=str(smollm2.checkpoint()), **SMALL)
     assert ran.returncode == 0, ran.stderr
     assert before == {name: ((output / name).stat().st_mtime_ns, (output / name).read_bytes()) for name in kept}
 
