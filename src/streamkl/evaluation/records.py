@@ -54,7 +54,7 @@ class Records:
         lines, whole = _whole_lines(self.path)
         there, records = _split(lines)
         merged = identity if there is None else _merged(self.path, there, identity)
-        if self.path.exists():
+        if self.path.exists() and self.path.stat().st_size > whole:
             os.truncate(self.path, whole)  # without a last line that was cut off as it was written
         if merged != there:
             _append(self.path, {"run": merged})
