@@ -46,7 +46,9 @@ struct MixtureRows {
       : kl(rows_like(q, heads, 0.0f)), m_b(rows_like(q, heads, -kInf)), ln_l_b(rows_like(q, heads, 0.0f)) {}
 
   void write(const MixtureState& state, int64_t l, const Block& block, int64_t r, int64_t i) const {
-    const float divergence = state.s[l] == 0.0f ? 0.0f : state.acc[l] / state.s[l] + std::log(state.l_b[l] / state.s[l]);
+    const float sum = state.s[l];
+    // ln(l_b / s), where both are 1 to rounding if a row has one key: their difference is exact, their quotient is not.
+    const float divergence = sum == 0.0f ? 0.0f : state.acc[l] / sum + std::log1p((state.l_b[l] - sum) / sum);
     Rows(kl).at(block, r)[i] = state.m_b[l] == -kInf ? NAN : divergence;
     write_pair(state.m_b[l], state.l_b[l], m_b, ln_l_b, block, r, i);
   }
