@@ -21,8 +21,9 @@ from streamkl.bench.gate import RedGateError
 from streamkl.bench.isolated import peak_resident, start_counting
 from streamkl.bench.measure import alternate
 
-FORWARD, STEP, MATERIALISED = "forward", "step", "materialised"
-"""The frozen model alone; forward, losses, backward and optimizer; the same with the loss's matrices in memory."""
+FORWARD, WITH_HEAD, STEP, MATERIALISED = "forward", "forward with logits", "step", "materialised"
+"""The frozen model alone, which training runs without its head, and as users call it; forward, losses, backward and
+optimizer; the same with the loss's matrices in memory."""
 GATE_TOKENS, GATE = 512, 0.01
 """The two ways to the loss must agree to a hundredth, bfloat16's rounding, or no figure is shown."""
 
@@ -32,7 +33,7 @@ class Cost(NamedTuple):
 
     Attributes:
         tokens: The length.
-        call: One of the three.
+        call: One of the four.
         seconds: The median of its repetitions.
         extra_bytes: What it added to its process at its peak.
     """
@@ -63,7 +64,7 @@ def run(
     bench.check()
     costs = []
     for tokens in lengths:
-        names = [FORWARD, STEP] + [MATERIALISED] * (tokens <= materialised_up_to)
+        names = [FORWARD, WITH_HEAD, STEP] + [MATERIALISED] * (tokens <= materialised_up_to)
         ids = bench.ids(tokens)
         calls: dict[str, Callable[[], Any]] = {name: bench.call(name, ids) for name in names}
         measured = alternate(calls, seconds, bench.ready)
@@ -98,18 +99,19 @@ class Bench:
 
     def ready(self, name: str) -> None:
         """Sets up what a call runs with."""
-        self.backbone.set_attn_implementation("sdpa" if name == FORWARD else "streamkl_distill")
+        self.backbone.set_attn_implementation("sdpa" if name in (FORWARD, WITH_HEAD) else "streamkl_distill")
         for layer in self.distiller.layers:
             layer.divergence = materialised_kl if name == MATERIALISED else streamkl.indexer_kl
 
     def call(self, name: str, ids: Tensor) -> Callable[[], Any]:
         """The call of a name."""
-        return (lambda: self.forward(ids)) if name == FORWARD else (lambda: self.step(ids))
+        models = {FORWARD: self.backbone.base_model, WITH_HEAD: self.backbone}
+        return (lambda: self.forward(models[name], ids)) if name in models else (lambda: self.step(ids))
 
     @torch.no_grad()
-    def forward(self, ids: Tensor) -> None:
-        """The frozen model, without its head."""
-        self.backbone.base_model(input_ids=ids, use_cache=False)
+    def forward(self, model: torch.nn.Module, ids: Tensor) -> None:
+        """The frozen model, or the part of it that training runs."""
+        model(input_ids=ids, use_cache=False)
 
     def step(self, ids: Tensor) -> None:
         """A whole step."""

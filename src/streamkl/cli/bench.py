@@ -115,7 +115,7 @@ def distill(
         )  # fmt: skip
     console.print(table)
     if output is not None:
-        facts = {**machine.facts(torch.device("cpu")), "threads": torch.get_num_threads(), "model": model}
+        facts = {**machine.facts(torch.device("cpu")), "threads": torch.get_num_threads(), "model": Path(model).name}
         output.write_text(json.dumps({**facts, "costs": [cost._asdict() for cost in costs]}, indent=2) + "\n")
 
 
