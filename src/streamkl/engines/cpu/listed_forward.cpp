@@ -73,7 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> listed_paired_rows(
           for (int64_t n = 0; n < together; n++)
             (state[n].*update)(xa.data() + n * kListed, xb.data() + n * kListed, kLanes, dealt(keys), a_scale, b_scale);
         });
-        for (int64_t n = 0; n < together; n++) out.write(merged_pair<Precision::kExact>(state[n], a_scale, b_scale), 0, block, first + n, i);
+        for (int64_t n = 0; n < together; n++) out.write(merged_pair(state[n], a_scale, b_scale), 0, block, first + n, i);
       }
     };
   });

@@ -93,9 +93,8 @@ LogSumExp merged_lse(const LogSumExp& lanes, double scale) {
   return {m, splat(sum(lanes.l * units.shrink(lanes.m, m)))};
 }
 
-template <Precision precision>
-PairedState merged_pair(const PairedState& lanes, double scale_a, double scale_b) {
-  const Units<precision, false> units_a(scale_a), units_b(scale_b);
+inline PairedState merged_pair(const PairedState& lanes, double scale_a, double scale_b) {
+  const Units<Precision::kExact, false> units_a(scale_a), units_b(scale_b);
   const Lanes m_a = splat(largest(lanes.m_a)), m_b = splat(largest(lanes.m_b));
   const Lanes alpha = units_a.shrink(lanes.m_a, m_a), beta = units_b.shrink(lanes.m_b, m_b);
   const Lanes moved = units_a.difference(lanes.m_a, m_a) - units_b.difference(lanes.m_b, m_b);
