@@ -13,6 +13,7 @@ import torch
 from streamkl.distillation import checkpoints
 from streamkl.distillation.checkpoints import CheckpointError
 from streamkl.distillation.run import distill, training_arguments
+from streamkl.sparse import IndexerSelector
 
 
 def curves(run: Path) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ def test_indexers_learn_and_their_folder_makes_the_model_sparse(
     model = AutoModelForCausalLM.from_pretrained(llama)
     indexers, selector = load_indexers(result.indexers, model)
     assert len(indexers) == 2
-    assert selector.topk == 12  # an eighth of the length
+    assert selector == IndexerSelector(12, 64, normalise=True)  # an eighth of the length
 
 
 def test_a_nan_in_a_layers_activations_skips_the_step_counts_it_and_leaves_the_weights_whole(

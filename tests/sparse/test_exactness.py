@@ -6,7 +6,13 @@ import pytest
 
 from streamkl.engines.triton import architecture
 from streamkl.engines.triton.meta import Config
-from streamkl.testing import check_index_topk, check_oracle_topk, check_sparse_attention, random_sparse_case
+from streamkl.testing import (
+    check_index_topk,
+    check_normalised_topk,
+    check_oracle_topk,
+    check_sparse_attention,
+    random_sparse_case,
+)
 from streamkl.testing.problems import DTYPES
 
 pytestmark = pytest.mark.usefixtures("small_blocks", "nan_poison")
@@ -38,3 +44,8 @@ def test_index_topk_is_the_definition_to_the_last_key(backend, case) -> None:
 @pytest.mark.sparse
 def test_oracle_topk_is_the_definition_up_to_rounding(backend, case) -> None:
     check_oracle_topk(case, backend)
+
+
+@pytest.mark.sparse
+def test_normalised_index_topk_is_the_definition_up_to_rounding(backend, case) -> None:
+    check_normalised_topk(case, backend)

@@ -78,6 +78,14 @@ def test_a_score_that_is_not_a_number_is_never_selected() -> None:
     assert index_topk(index_q, index_k, topk=3)[0].tolist() == [[0, -1, -1], [0, -1, -1], [0, 2, -1]]
 
 
+def test_a_query_of_high_scores_does_not_crowd_out_another_where_they_are_normalised() -> None:
+    index_k = torch.eye(5)[None]
+    index_q = torch.tensor([[3.0, 0.0, 0.0, 0.0, 0.0], [9.0, 9.5, 9.0, 9.0, 9.0]])[None, None]
+    options = {"topk": 3, "block": 2, "index_scale": 1.0}
+    assert index_topk(index_q, index_k, **options, causal=False)[0].tolist() == [[3, 4, 1]]
+    assert index_topk(index_q, index_k, **options, causal=False, normalise=True)[0].tolist() == [[3, 4, 0]]
+
+
 def test_bfloat16_ranks_float32_products() -> None:
     index_q, index_k = torch.randn(1, 4, 50, 32).bfloat16(), torch.randn(1, 50, 32).bfloat16()
     found = index_topk(index_q, index_k, topk=9)

@@ -148,7 +148,8 @@ class DistillationTrainer(Trainer):
 def write_indexers(folder: Path, model: Distiller, topk: int, block: int) -> None:
     """Writes the trained indexers as a folder that `streamkl.integrations.transformers.sparsify` takes."""
     activation = next(iter(model.layers)).indexer.activation
-    save_indexers(folder, model.backbone, model.indexers, IndexerSelector(topk, block, activation=activation))
+    selector = IndexerSelector(topk, block, activation=activation, normalise=True)
+    save_indexers(folder, model.backbone, model.indexers, selector)
 
 
 class Measure(TrainerCallback):

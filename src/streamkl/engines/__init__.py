@@ -95,12 +95,20 @@ class SparseEngine(Protocol):
     """
 
     def index_topk(
-        self, support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, topk: int, block: int
+        self,
+        support: Support,
+        side: Side,
+        q: Tensor,
+        k: Tensor,
+        w: Tensor | None,
+        lse: Tensor | None,
+        topk: int,
+        block: int,
     ) -> Tensor:
         """The keys of the highest scores of an indexer, a summed side: ``[B, lists, topk]``, int32, best first.
 
-        A key's score for several rows is the highest; equal ones go by lower key. Rows that share a list have the keys
-        on their diagonal in front, if ``block > 1``.
+        A key's score for several rows is the highest, of each row less its ``lse [B, 1, Nq]`` if given; equal ones go
+        by lower key. Rows that share a list have the keys on their diagonal in front, if ``block > 1``.
         """
         ...
 

@@ -19,8 +19,10 @@ BLOCK_Q, BLOCK_K = 256, 2048
 """Rows and keys of a tile: wide, because what is kept of a row is looked through again at every tile."""
 
 
-def index_topk(support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, topk: int, block: int) -> Tensor:
-    """The keys of the highest scores of an indexer, ``[B, lists, topk]``; ``w [B, J, Nq]``."""
+def index_topk(
+    support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, lse: Tensor | None, topk: int, block: int
+) -> Tensor:
+    """The keys of the highest scores of an indexer, ``[B, lists, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
 
     def scores(tile: Tile) -> Tensor:
         keys = k[tile.batch, 0, tile.keys].to(dtype)
@@ -29,7 +31,7 @@ def index_topk(support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | N
             x = q[tile.batch, head, tile.rows].to(dtype) @ keys.mT * side.scale
             x = x.relu() if side.relu else x
             total = total + (x if w is None else x * w[tile.batch, head, tile.rows, None].to(dtype))
-        return total
+        return total if lse is None else total - lse[tile.batch, 0, tile.rows, None].to(dtype)
 
     dtype = torch.promote_types(q.dtype, torch.float32)
     return _best_keys(support, topk, block, scores, q.device)

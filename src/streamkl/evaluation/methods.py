@@ -31,14 +31,14 @@ class Method(NamedTuple):
         return self.selector if self == DENSE else f"{self.selector} k{self.topk} b{self.block}"
 
     def make(self, activation: str | None = "relu") -> Selector:
-        """The selector; not for dense attention.
+        """The selector; not for dense attention. Indexers compare probabilities, which they were trained to give.
 
         Args:
             activation: Of the indexers, if it is one of theirs.
         """
         if self.selector in SELECTORS:
             return SELECTORS[self.selector](self.topk, self.block)
-        return IndexerSelector(self.topk, self.block, activation)  # pyright: ignore[reportArgumentType]
+        return IndexerSelector(self.topk, self.block, activation, normalise=True)  # pyright: ignore[reportArgumentType]
 
 
 DENSE = Method("dense")

@@ -18,8 +18,8 @@ from streamkl.evaluation.records import Record, Records
 from streamkl.evaluation.subject import Subject
 from streamkl.evaluation.tasks import Context, build, is_right
 
-VERSION = 1
-"""Of the contexts: a run with other templates does not go on with this one's results."""
+VERSION = 2
+"""Of contexts and selections: a run with other templates or lists does not go on with this one's results."""
 
 MORE = 1
 """How many tokens may be generated beyond those that the answer takes."""

@@ -16,7 +16,7 @@ from streamkl.problem import Problem, Side, Support
 
 _KEYS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, SymInt block, str backend"
 SCHEMAS = {
-    "index_topk": "(Tensor q, Tensor k, Tensor? w, float? scale, bool relu, SymInt topk, SymInt lists, "
+    "index_topk": "(Tensor q, Tensor k, Tensor? w, Tensor? lse, float? scale, bool relu, SymInt topk, SymInt lists, "
     f"{_KEYS}) -> Tensor",
     "attention_topk": f"(Tensor q, Tensor k, Tensor lse, float? scale, SymInt topk, SymInt lists, {_KEYS}) -> Tensor",
     "sparse_attention": f"(Tensor q, Tensor k, Tensor v, Tensor indices, float? scale, {_KEYS}) -> Tensor",
@@ -38,11 +38,19 @@ def _engine(name: str, q: Tensor, k: Tensor, side: Side, keys: tuple[Any, ...]) 
 
 @body("index_topk")
 def _(
-    q: Tensor, k: Tensor, w: Tensor | None, scale: float | None, relu: bool, topk: int, lists: int, *keys: Any
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    lse: Tensor | None,
+    scale: float | None,
+    relu: bool,
+    topk: int,
+    lists: int,
+    *keys: Any,
 ) -> Any:
     side = Side.of(q, k, scale, relu, summed=True)
     engine, support, block = _engine("index_topk", q, k, side, keys)
-    return engine.index_topk(support, side, q, k, w, topk, block)
+    return engine.index_topk(support, side, q, k, w, lse, topk, block)
 
 
 @body("attention_topk")
@@ -67,7 +75,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None, *ke
 
 @torch.library.register_fake("streamkl::index_topk")
 def _(
-    q: Tensor, k: Tensor, w: Tensor | None, scale: float | None, relu: bool, topk: int, lists: int, *keys: Any
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    lse: Tensor | None,
+    scale: float | None,
+    relu: bool,
+    topk: int,
+    lists: int,
+    *keys: Any,
 ) -> Any:
     return q.new_empty((q.shape[0], lists, topk), dtype=torch.int32)
 

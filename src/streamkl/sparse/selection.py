@@ -16,6 +16,7 @@ from streamkl.sparse.arguments import (
     attention_arguments,
     check_selection,
     index_arguments,
+    index_lse,
 )
 
 
@@ -27,6 +28,7 @@ def index_topk(
     *,
     topk: int,
     block: int = 1,
+    normalise: bool = False,
     activation: Literal["relu"] | None = "relu",
     index_scale: float | None = None,
     causal: bool = True,
@@ -46,6 +48,9 @@ def index_topk(
             them is its highest for any of them that may see it, so a later query chooses keys for an earlier one. The
             keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index: no
             query is left without a key.
+        normalise: Whether queries that share a list compare log-probabilities, their scores less the log-sum-exp of
+            them, instead of scores. A query whose scores are all high does not crowd out the others then. It takes
+            another sweep over the scores, and changes nothing where each query has a list.
         activation: ``"relu"``, or ``None`` for none.
         index_scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
@@ -77,8 +82,9 @@ def index_topk(
     )
     support = arguments.support
     w = None if arguments.w is None else arguments.w.transpose(1, 2)
+    lse = index_lse(arguments, backend) if normalise and block > 1 else None
     indices = torch.ops.streamkl.index_topk(
-        arguments.q, arguments.k.unsqueeze(1), w, arguments.scale, arguments.relu, topk, support.list_count(block),
+        arguments.q, arguments.k.unsqueeze(1), w, lse, arguments.scale, arguments.relu, topk, support.list_count(block),
         support.cu_seqlens_q, support.cu_seqlens_k, support.left, support.right, block, backend,
     )  # fmt: skip
     return indices[0] if arguments.packed else indices

@@ -88,17 +88,18 @@ class OracleSelector(_Selector):
 
 @dataclass(frozen=True)
 class IndexerSelector(_Selector):
-    """The keys of an indexer's highest scores (`index_topk`)."""
+    """The keys of an indexer's highest scores, or probabilities (`index_topk`)."""
 
     activation: Literal["relu"] | None = "relu"
+    normalise: bool = False
 
     def select(self, call: AttentionCall) -> Tensor:
         """The lists of a call that has ``index``."""
         if call.index is None:
             raise ValueError("call.index must hold an indexer's tensors for an IndexerSelector: got None")
         return index_topk(
-            *call.index, topk=self.topk, block=self.block, activation=self.activation, causal=call.causal,
-            window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
+            *call.index, topk=self.topk, block=self.block, normalise=self.normalise, activation=self.activation,
+            causal=call.causal, window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
         )  # fmt: skip
 
 

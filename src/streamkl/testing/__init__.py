@@ -6,7 +6,12 @@ Nothing in the package imports it; a project that brings an engine of its own ca
 from streamkl.testing.accuracy import Errors, Results, check_accuracy, evaluate
 from streamkl.testing.indexer_cases import INDEX, IndexerHeads, make_indexer_case, random_indexer_case
 from streamkl.testing.problems import STUDENT, TEACHER, Case, Heads, make_case, random_case
-from streamkl.testing.sparse_accuracy import check_index_topk, check_oracle_topk, check_sparse_attention
+from streamkl.testing.sparse_accuracy import (
+    check_index_topk,
+    check_normalised_topk,
+    check_oracle_topk,
+    check_sparse_attention,
+)
 from streamkl.testing.sparse_cases import SparseCase, random_sparse_case
 
 __all__ = [
@@ -21,6 +26,7 @@ __all__ = [
     "SparseCase",
     "check_accuracy",
     "check_index_topk",
+    "check_normalised_topk",
     "check_oracle_topk",
     "check_sparse_attention",
     "evaluate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,42 +60,75 @@ def _definition(case: SparseCase, tensors: list[Tensor], options: dict[str, Any]
 
 def check_index_topk(case: SparseCase, backend: str = "auto") -> None:
     """Raises an ``AssertionError`` unless `index_topk` gives the lists of the definition, to the last key."""
-    found = index_topk(
-        *case.index, topk=case.topk, block=case.block, activation=case.activation, index_scale=0.25, **case.mask,
+    found = _index_lists(case, backend, normalise=False)
+    expected = ranked(shared_scores(case, _index_scores(case, torch.float64)), case.topk)
+    if not torch.equal(found, expected):
+        raise AssertionError(f"not the lists of the definition: {case}\n{found.tolist()}\n{expected.tolist()}")
+
+
+def check_normalised_topk(case: SparseCase, backend: str = "auto") -> None:
+    """Raises an ``AssertionError`` unless `index_topk` lists the keys of the highest log-probabilities, up to rounding.
+
+    Where each query has a list of its own that is the order of the scores, to the last key.
+    """
+    if case.block == 1:
+        if not torch.equal(_index_lists(case, backend, True), _index_lists(case, backend, False)):
+            raise AssertionError(f"queries with lists of their own have others: {case}")
+        return
+    allowed = case.allowed()
+
+    def scores(dtype: torch.dtype) -> Tensor:
+        return reference.log_softmax(_index_scores(case, dtype), allowed).double()
+
+    _check_order(case, _index_lists(case, backend, normalise=True), scores)
+
+
+def check_oracle_topk(case: SparseCase, backend: str = "auto") -> None:
+    """Raises an ``AssertionError`` unless `oracle_topk` lists the keys of the most attention, up to rounding."""
+    found = oracle_topk(
+        case.q, case.k, topk=case.topk, block=case.block, scale=case.scale, **case.mask,
         backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
-    q, k, w = (None if x is None else x.double() for x in case.index)
+    allowed = case.allowed()
+
+    def scores(dtype: torch.dtype) -> Tensor:
+        q, k = (x.transpose(0, 1)[None] if case.packed else x for x in case.clean(dtype)[:2])
+        p = reference.log_softmax(reference.logits(q, k, case.scale), allowed).exp()
+        return p.mean(1).double()
+
+    _check_order(case, found if not case.packed else found[None], scores)
+
+
+def _index_lists(case: SparseCase, backend: str, normalise: bool) -> Tensor:
+    """What `index_topk` finds, ``[B, blocks, topk]``."""
+    found = index_topk(
+        *case.index, topk=case.topk, block=case.block, normalise=normalise, activation=case.activation,
+        index_scale=0.25, **case.mask, backend=backend,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return found if not case.packed else found[None]
+
+
+def _index_scores(case: SparseCase, dtype: torch.dtype) -> Tensor:
+    """The scores ``[B, Nq, Nk]`` by definition, before the mask."""
+    q, k, w = (None if x is None else x.to(dtype) for x in case.index)
     assert q is not None
     assert k is not None
     if case.packed:
         q, k, w = q.transpose(0, 1)[None], k[None], None if w is None else w[None]
-    scores = reference.index_logits(q, k, w, 0.25, case.activation)[:, 0]
-    expected = ranked(shared_scores(case, scores), case.topk)
-    if not torch.equal(found if not case.packed else found[None], expected):
-        raise AssertionError(f"not the lists of the definition: {case}\n{found.tolist()}\n{expected.tolist()}")
+    return reference.index_logits(q, k, w, 0.25, case.activation)[:, 0]
 
 
-def check_oracle_topk(case: SparseCase, backend: str = "auto") -> None:
-    """Raises an ``AssertionError`` unless `oracle_topk` lists the keys of the most attention, up to rounding.
+def _check_order(case: SparseCase, found: Tensor, scores: Callable[[torch.dtype], Tensor]) -> None:
+    """Raises an ``AssertionError`` unless lists hold the keys of the highest ``scores [B, Nq, Nk]``, up to rounding.
 
     Scores may err by twice what eager's do in float32, and one rounding; keys whose scores are closer than that may
     change places.
     """
-    found = oracle_topk(
-        case.q, case.k, topk=case.topk, block=case.block, scale=case.scale, **case.mask,
-        backend=backend,  # type: ignore[arg-type]
-    ).long()  # fmt: skip
-    found = found if not case.packed else found[None]
-    allowed = case.allowed()
-
-    def attention(dtype: torch.dtype) -> Tensor:
-        q, k = (x.transpose(0, 1)[None] if case.packed else x for x in case.clean(dtype)[:2])
-        p = reference.log_softmax(reference.logits(q, k, case.scale), allowed).exp()
-        return shared_scores(case, p.mean(1).double())
-
-    exact = attention(torch.float64)
+    found = found.long()
+    exact = shared_scores(case, scores(torch.float64))
     seen = exact > -torch.inf
-    error = _largest(torch.where(seen & exact.isfinite(), attention(torch.float32) - exact, 0.0).nan_to_num(0.0))
+    difference = shared_scores(case, scores(torch.float32)) - exact
+    error = _largest(torch.where(seen & exact.isfinite(), difference, 0.0).nan_to_num(0.0))
     eps = torch.finfo(torch.float32).eps
     error = 2 * error + eps * _largest(torch.where(exact.isfinite(), exact, 0.0))
     listed = found >= 0
@@ -114,7 +148,7 @@ def check_oracle_topk(case: SparseCase, backend: str = "auto") -> None:
     best_left = exact.masked_fill(chosen > 0, -torch.inf).amax(-1)
     least = values.masked_fill(~listed, torch.inf).amin(-1)
     if (falls > 2 * error).any() or (best_left > least + 2 * error).any():
-        raise AssertionError(f"a key of less attention is in front of one of more: {case}")
+        raise AssertionError(f"a key of a lower score is in front of one of a higher: {case}")
     own = values == torch.inf
     if (torch.where(own[..., 1:], found[..., 1:] - found[..., :-1], 1) != 1).any():
         raise AssertionError(f"the diagonal's keys are not by rising index: {case}")

@@ -105,13 +105,16 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     return loss, Gradients(None, None, dq, dk.contiguous(), None if inputs.b_w is None else dw), mass
 
 
-def index_topk(support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, topk: int, block: int) -> Tensor:
-    """The keys of the highest scores of an indexer, ``[B, lists, topk]``; ``w [B, J, Nq]``."""
+def index_topk(
+    support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, lse: Tensor | None, topk: int, block: int
+) -> Tensor:
+    """The keys of the highest scores of an indexer, ``[B, lists, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
     weights = _weights(side, q, w)
+    lse = None if lse is None else lse.float().contiguous()
     if weights is None and side.scale <= 0:  # scores do not rise with the products, so they are made one by one
         weights = q.new_ones(q.shape[:3], dtype=torch.float32)
     return torch.ops.streamkl_cpu.index_topk(
-        q, k, weights, _list_table(support, block), side.scale, side.relu, topk, support.list_count(block), block,
+        q, k, weights, lse, _list_table(support, block), side.scale, side.relu, topk, support.list_count(block), block,
         *_window(support),
     )  # fmt: skip
 

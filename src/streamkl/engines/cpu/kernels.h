@@ -35,10 +35,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
 // The best keys [B, lists, topk], int32, of rows that share a list. Here and below, table names each sequence's first list,
-// too. An indexer's scale is positive, or its heads have weights [B, J, Nq].
+// too. An indexer's scale is positive, or its heads have weights [B, J, Nq]. lse [B, 1, Nq] is subtracted from its scores.
 Tensor index_topk(
-    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
-    int64_t topk, int64_t lists, int64_t block, int64_t left, int64_t right);
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const std::optional<Tensor>& lse, const Tensor& table,
+    double scale, bool relu, int64_t topk, int64_t lists, int64_t block, int64_t left, int64_t right);
 
 Tensor attention_topk(
     const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, const Tensor& table, double scale, int64_t topk,

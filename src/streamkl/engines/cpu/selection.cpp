@@ -8,28 +8,45 @@
 namespace streamkl::cpu {
 namespace {
 
-// An indexer's scores of tiles [keys, rows], before scale and relu where there is one head.
+// x[keys, rows] becomes a score less the row's log-sum-exp.
+template <bool relu>
+void normalise(float* x, const Part& part, float factor, const Row& lse) {
+  const Lanes scale = splat(factor);
+  for (int64_t j = part.j0; j < part.j1; j++)
+    for (int64_t i = 0; i < part.i1 - part.i0; i += kLanes)
+      store(x + j * kStrip + i, logit<relu>(load(x + j * kStrip + i), scale) - lse[part.i0 + i]);
+}
+
+// An indexer's scores of tiles [keys, rows], before scale and relu where there is one head and nothing to subtract.
 class IndexScores {
  public:
-  IndexScores(const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, double scale, bool relu)
-      : student_(q, k, weights, scale, relu), x_(kBlockK * kStrip) {}
+  IndexScores(
+      const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const std::optional<Tensor>& lse, double scale, bool relu)
+      : student_(q, k, weights, scale, relu), lse_(lse), x_(kBlockK * kStrip) {}
   static int64_t bytes_of_row(const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights) {
     return Student(q, k, weights, 1.0, false).bytes_of_row(false);
   }
-  float scale() const { return static_cast<float>(student_.scale()); }
-  bool relu() const { return student_.relu(); }
-  void take_rows(const Block& block) { student_.take_rows(block, 0, false); }
+  float scale() const { return lse_ ? 1.0f : static_cast<float>(student_.scale()); }
+  bool relu() const { return !lse_ && student_.relu(); }
+  void take_rows(const Block& block) {
+    student_.take_rows(block, 0, false);
+    if (lse_) row_lse_.take(Rows(*lse_).at(block, 0), block.rows());
+  }
   template <typename Visit>
   void each(const Block& block, const Tile& tile, const Window& window, const Visit& visit) {
     student_.take_keys(block, tile, 0, false);
     each_part(block, tile, window, false, [&](const Part& part) {
       student_.product(part, x_.data());
+      if (lse_) normalise_(x_.data(), part, static_cast<float>(student_.scale()), row_lse_);
       visit(part, x_.data());
     });
   }
 
  private:
   Student student_;
+  const std::optional<Tensor> lse_;
+  decltype(&normalise<true>) normalise_ = student_.relu() ? &normalise<true> : &normalise<false>;
+  Row row_lse_;
   Buffer<float> x_;
 };
 
@@ -242,10 +259,10 @@ Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t lists,
 }  // namespace
 
 Tensor index_topk(
-    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
-    int64_t topk, int64_t lists, int64_t block, int64_t left, int64_t right) {
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const std::optional<Tensor>& lse, const Tensor& table,
+    double scale, bool relu, int64_t topk, int64_t lists, int64_t block, int64_t left, int64_t right) {
   const int64_t rows = rows_at_once(IndexScores::bytes_of_row(q, k, weights));
-  return select(q, table, topk, lists, block, Window{left, right}, rows, false, [&] { return IndexScores(q, k, weights, scale, relu); });
+  return select(q, table, topk, lists, block, Window{left, right}, rows, false, [&] { return IndexScores(q, k, weights, lse, scale, relu); });
 }
 
 Tensor attention_topk(
