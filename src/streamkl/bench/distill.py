@@ -6,6 +6,7 @@ Run as ``python -m streamkl.bench.distill REQUEST`` for one call's memory, in a 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,8 @@ FORWARD, WITH_HEAD, STEP, MATERIALISED = "forward", "forward with logits", "step
 optimizer; the same with the loss's matrices in memory."""
 GATE_TOKENS, GATE = 512, 0.01
 """The two ways to the loss must agree to a hundredth, bfloat16's rounding, or no figure is shown."""
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+"""Has glibc hand back what is freed, where memory is measured: a peak is then what was in use, not what malloc kept."""
 
 
 class Cost(NamedTuple):
@@ -144,7 +147,8 @@ def materialised_kl(
 
 
 def _memory(request: dict[str, Any]) -> int:
-    done = subprocess.run([sys.executable, "-m", __name__, json.dumps(request)], capture_output=True, text=True)
+    command = [sys.executable, "-m", __name__, json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **RETURNED})
     if done.returncode != 0:
         raise RuntimeError(f"{request} failed: {done.stderr.strip()[-2000:]}")
     return int(done.stdout.splitlines()[-1])

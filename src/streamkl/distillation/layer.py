@@ -69,7 +69,7 @@ class Layer:
         with torch.enable_grad(), _half_precision(query):
             index = self.family.project(self.indexer, inputs)
             index = index._replace(index_q=index.index_q.to(query.dtype), index_k=index.index_k.to(query.dtype))
-        if not (lse.isfinite().all() and index.index_q.isfinite().all() and index.index_k.isfinite().all()):
+        if not all_finite(lse, index.index_q, index.index_k):
             # A loss that every parameter has a gradient of, as ranks that reduce gradients wait for.
             with torch.enable_grad():
                 self.loss = torch.stack([p.sum() for p in self.indexer.parameters()]).sum() * torch.nan
@@ -96,6 +96,14 @@ def measure(
         "recall": float(topk_recall(rows, key, listed, scale=scale, lse=rows_lse)),
         "mass": float(attention_mass(rows, key, listed, scale=scale, lse=rows_lse)),
     }
+
+
+@torch.no_grad()
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are finite, by their sums: one that is not makes its sum so."""
+    return bool(
+        torch.stack([x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]).isfinite().all()
+    )
 
 
 def _half_precision(query: Tensor) -> AbstractContextManager:
