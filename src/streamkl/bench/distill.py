@@ -90,6 +90,7 @@ class Bench:
 
         settings = Settings(model=model, text=["none"], output="none", heads=heads, head_dim=head_dim)
         self.backbone = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self.frozen = {FORWARD: self.backbone.base_model, WITH_HEAD: self.backbone}
         family = family_of(self.backbone.config)
         self.distiller = Distiller(self.backbone, family, make_indexers(self.backbone, family, settings))
         trained = [p for p in self.distiller.parameters() if p.requires_grad]
@@ -102,14 +103,13 @@ class Bench:
 
     def ready(self, name: str) -> None:
         """Sets up what a call runs with."""
-        self.backbone.set_attn_implementation("sdpa" if name in (FORWARD, WITH_HEAD) else "streamkl_distill")
+        self.backbone.set_attn_implementation("sdpa" if name in self.frozen else "streamkl_distill")
         for layer in self.distiller.layers:
             layer.divergence = materialised_kl if name == MATERIALISED else streamkl.indexer_kl
 
     def call(self, name: str, ids: Tensor) -> Callable[[], Any]:
         """The call of a name."""
-        models = {FORWARD: self.backbone.base_model, WITH_HEAD: self.backbone}
-        return (lambda: self.forward(models[name], ids)) if name in models else (lambda: self.step(ids))
+        return (lambda: self.forward(self.frozen[name], ids)) if name in self.frozen else (lambda: self.step(ids))
 
     @torch.no_grad()
     def forward(self, model: torch.nn.Module, ids: Tensor) -> None:
