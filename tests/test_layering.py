@@ -192,7 +192,7 @@ DISTILLATION = {
         "distillation", "distillation.checkpoints", "distillation.curves", "distillation.model", "sparse", KEPT
     },
     "run": {
-        "distillation", FAMILIES,
+        "distillation", FAMILIES, "integrations.transformers.checkpoint",
         *(f"distillation.{name}" for name in ("indexers", "model", "packing", "samples", "settings", "trainer")),
     },
     "estimate": {"distillation.run", "distillation.settings"},
@@ -208,7 +208,11 @@ EVALUATION = {
     "plan": {"evaluation.methods", "evaluation.tasks"},
     "records": set(),
     "statistics": set(),
-    "subject": {"evaluation.methods", "integrations.transformers", "integrations.transformers.folder"},
+    "subject": {
+        "evaluation.methods",
+        "integrations.transformers",
+        *(f"integrations.transformers.{name}" for name in ("checkpoint", "folder")),
+    },
     "layers": {"evaluation.methods", "evaluation.subject", "integrations.transformers", "sparse"},
     "run": {f"evaluation.{name}" for name in ("haystack", "layers", "methods", "plan", "records", "subject", "tasks")},
     "summary": {"evaluation.methods", "evaluation.records", "evaluation.statistics"},
@@ -222,6 +226,7 @@ TRANSFORMERS = {
     "__init__": {"requirements", "attention", "families", "indexers", "layer", "loading", "model"},
     "requirements": set(),
     "selection": set(),
+    "checkpoint": set(),
     "folder": set(),
     "index_cache": set(),
     "layout": set(),

@@ -56,7 +56,7 @@ def test_flags_and_a_yaml_file_mean_the_same_and_flags_come_first(told: list[Set
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "model must be given"),
+        ([], "model, text, output must be given"),
         (["--model", "m", "--output", "o"], "text must be given"),
         ([*FLAGS, "--init", "best"], "init must be one of plain, teacher: got 'best'"),
         ([*FLAGS, "--length", "0"], "length must be at least 1: got 0"),
@@ -73,6 +73,14 @@ def test_what_is_wrong_is_said(told: list[Settings], arguments: list[str], messa
     assert not told
 
 
+def test_arguments_of_the_trainer_may_be_a_mapping_in_a_file(told: list[Settings], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{FILE}set: {{adam_beta2: 0.95, bf16: true}}")
+    result = call("--config", str(file))
+    assert result.exit_code == 0, result.output
+    assert told[0].set == ["adam_beta2=0.95", "bf16=true"]
+
+
 @pytest.mark.parametrize(("content", "message"), [("learn: 1", "do not exist: learn"), ("- a", "must hold names")])
 def test_a_file_that_does_not_do_is_refused(told: list[Settings], tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "run.yaml"
@@ -81,3 +89,25 @@ def test_a_file_that_does_not_do_is_refused(told: list[Settings], tmp_path: Path
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
     assert not told
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"), [(False, "Stopped before the first checkpoint"), (True, "checkpoint-4")]
+)
+def test_an_interrupted_run_says_how_to_go_on(
+    checkpoint: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    def interrupted(settings: Settings) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("streamkl.distillation.run.distill", interrupted)
+    last = tmp_path / "checkpoint-4" if checkpoint else None
+    monkeypatch.setattr("streamkl.distillation.checkpoints.latest", lambda folder: last)
+    result = call("--model", "m", "--text", "t", "--output", str(tmp_path), "--resume")
+    assert result.exit_code == 130
+    assert said in result.output
+    begun = f"From {last} on" if checkpoint else "has no complete checkpoint: starting at the first step"
+    assert begun in result.output.replace("\n", "")

@@ -105,11 +105,58 @@ def test_a_run_goes_on_only_if_told_to_and_only_with_the_same_settings_and_text(
         ("nonsense=1", "TrainingArguments does not take what set names"),
         ("adam_beta2=[", "is not YAML"),
         ("adam_beta2", "set must be NAME=VALUE"),
+        ("adam_beta2=high", "set 'adam_beta2=high' must be a number, such as adam_beta2=0.999"),
     ],
 )
 def test_what_set_names_is_an_argument_without_a_flag(entry: str, message: str, tiny: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", set=[entry]))
+
+
+def test_logs_go_to_what_is_installed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamkl.distillation.run.get_available_reporting_integrations", lambda: ["mlflow"])
+    with pytest.raises(ValueError, match="report_to names what is not installed: wandb; pip install it"):
+        training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", report_to=["mlflow", "wandb"]))
+
+
+def test_what_is_no_model_no_folder_or_too_long_is_refused_in_a_sentence(
+    tiny: Any, llama: Path, prose: Path, tmp_path: Path
+) -> None:
+    for model, output, options, message in (
+        (tmp_path / "none", "run", {}, "there is no folder .*none, so no model"),
+        (prose.parent, "run", {}, "has no config.json: it is no model"),
+        (llama, prose, {}, "prose.txt is a file: output names a folder"),
+        (
+            llama,
+            "run",
+            {"length": 100_000},
+            "a length of 100,000 tokens is more than the .* that the model was made for",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distill(tiny.settings(model, prose, tmp_path / output, **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_last_step_is_measured_whatever_its_number(tiny: Any, llama: Path, prose: Path, tmp_path: Path) -> None:
+    distill(tiny.settings(llama, prose, tmp_path / "run", steps=5, log_every=3))
+    lines = curves(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 3, 5]
+    assert "recall" in lines[-1]
+
+
+def test_a_model_that_was_saved_sparse_is_a_dense_teacher(tiny: Any, llama: Path, prose: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from streamkl.integrations.transformers import sparsify
+    from streamkl.sparse import WindowSelector
+
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    sparsify(model, WindowSelector(2, 1)).save_pretrained(tmp_path / "sparse")
+    AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "sparse")
+    for folder, run in ((llama, "one"), (tmp_path / "sparse", "other")):
+        distill(tiny.settings(folder, prose, tmp_path / run, steps=2))
+    assert curves(tmp_path / "one")[-1]["layers"] == curves(tmp_path / "other")[-1]["layers"]
 
 
 def test_results_without_room_are_written_by_a_resumed_run(

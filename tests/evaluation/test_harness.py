@@ -72,6 +72,7 @@ def test_lm_eval_runs_a_local_task_with_sparse_attention(model_folder: Path, tmp
         ({"selector": "best"}, "selector must be one of oracle"),
         ({"selector": "oracle", "indexers": "folder"}, "give one of them"),
         ({"topk": 8}, "topk and block go with a selector or with indexers"),
+        ({"batch_size": 4}, "batch_size must be 1: got 4"),
     ],
 )
 def test_model_args_that_would_be_ignored_are_refused(arguments: dict, message: str) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from streamkl.cli import app
+from streamkl.cli.evaluate import _name
 from streamkl.evaluation.layers import look
 from streamkl.evaluation.methods import DENSE, Method
 from streamkl.evaluation.records import Record, Records, read
@@ -220,8 +221,31 @@ def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp
         (("--device", "gpu"), "--device is cpu or cuda: got 'gpu'"),
         (("--indexers", str(tmp_path / "oracle")), "has the name of another method: rename the folder"),
         (("--budgets", "0"), "budgets are numbers of at least 1"),
+        (("--lengths", "32"), "no budget is below 32 tokens"),
+        (("--blocks", "512"), "a block of 512 queries is longer than 256 tokens"),
+        (("--output", str(book)), "is a file: it names a folder"),
+        (("--indexers", str(book.parent)), "has no complete.json"),
         (("--lengths", "513"), "more than the 512 that the model was made for"),
     ):
         code, said = command("evaluate", model_folder, book, tmp_path / "report", *more)
         assert code != 0, more
         assert message in " ".join(said.replace("│", " ").split()), said
+
+
+def test_a_refusal_leaves_nothing_behind_and_says_where_the_indexers_are(
+    model_folder: Path, book: Path, indexers: Path, tmp_path: Path
+) -> None:
+    code, said = command("evaluate", model_folder, book, tmp_path / "report", "--indexers", str(indexers.parent))
+    assert code == 1
+    assert f"is no folder of indexers: {indexers} is" in " ".join(said.split())
+    code, said = command("evaluate", tmp_path / "nowhere", book, tmp_path / "report")
+    assert code == 1
+    assert "so no model" in said
+    assert not (tmp_path / "report").exists()
+
+
+def test_runs_whose_folders_have_one_name_are_told_apart(indexers: Path, tmp_path: Path) -> None:
+    for run in ("one", "other"):
+        shutil.copytree(indexers, tmp_path / run / "indexers")
+    paths = [tmp_path / run / "indexers" for run in ("one", "other")]
+    assert [_name(path) for path in (*paths, indexers)] == ["one/indexers", "other/indexers", "trained"]

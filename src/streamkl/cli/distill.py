@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,27 +57,60 @@ def command() -> Callable[..., None]:
 def run(settings: Settings) -> None:
     """Trains, or says what it would take; what a user can mend ends in a message, not in a traceback."""
     try:
+        from streamkl.distillation import checkpoints, curves
         from streamkl.distillation.checkpoints import CheckpointError
         from streamkl.distillation.run import distill
         from streamkl.distillation.trainer import NotFiniteError
     except ImportError as error:
         sys.exit(f"{error}\ndistillation needs transformers and accelerate: pip install 'streamkl[hf]'")
+    output, is_first = Path(settings.output), int(os.environ.get("RANK", "0")) == 0
     try:
         if settings.dry_run:
             from streamkl.distillation.estimate import estimate
 
             typer.echo(estimate(settings))
             return
+        if settings.resume and is_first:
+            last = checkpoints.latest(output)
+            told = (
+                f"{output} has no complete checkpoint: starting at the first step"
+                if last is None
+                else f"From {last} on"
+            )
+            typer.echo(f"{told}.", err=True)
         result = distill(settings)
     except (CheckpointError, NotFiniteError, ValueError, OSError) as error:
         sys.exit(str(error))
-    typer.echo(f"Indexers are in {result.indexers}.")
+    except KeyboardInterrupt:
+        if is_first:
+            curves.draw(output)
+            typer.echo(f"\n{_stopped(checkpoints.latest(output), settings)}", err=True)
+        sys.exit(130)
+    if not is_first:
+        return
+    last_line = curves.read(output / curves.LOG)[-1:]
+    for line in last_line:
+        shown = (f"{text} {line[name]:.3g}" for name, text in curves.FIGURES.items() if line.get(name) is not None)
+        typer.echo(f"Step {line['step']}, means over layers: {', '.join(shown)}.")
+    typer.echo(f"Indexers are in {result.indexers}, to select {settings.measured} keys for {settings.block} queries.")
+    if settings.measured <= settings.block:
+        typer.echo(
+            "So short a list holds the keys of its own queries and no others: choose more keys, or a smaller block, "
+            "where they are used."
+        )
     if result.model is not None:
         typer.echo(f"The model with them is in {result.model}.")
     if result.curves is not None:
         typer.echo(f"Curves are in {result.curves}.")
     if result.skipped:
         typer.echo(f"{result.skipped} steps were skipped because their gradients were not finite.")
+
+
+def _stopped(last: Path | None, settings: Settings) -> str:
+    """What to do after an interruption."""
+    if last is None:
+        return f"Stopped before the first checkpoint: there is one every --save-every {settings.save_every} steps."
+    return f"Stopped. {last} is whole: the same command with --resume goes on from it."
 
 
 def _read(context: typer.Context, path: Path | None) -> Path | None:
@@ -92,6 +127,8 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
     if not isinstance(found, dict):
         raise typer.BadParameter(f"{path} must hold names and values of settings")
     found = {str(name).replace("-", "_"): value for name, value in found.items()}
+    if isinstance(found.get("set"), dict):
+        found["set"] = [f"{name}={json.dumps(value)}" for name, value in found["set"].items()]
     for name in ("text", "report_to", "set"):
         if isinstance(found.get(name), str):
             found[name] = [found[name]]  # one of a list

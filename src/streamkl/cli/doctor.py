@@ -17,6 +17,11 @@ from rich.table import Table
 OPTIONAL = {
     "triton": "the engine for NVIDIA and AMD GPUs",
     "numpy": "conversions between tensors and arrays",
+    "transformers": "models of Hugging Face, streamkl distill and evaluate (extra hf)",
+    "accelerate": "streamkl distill (extra hf)",
+    "datasets": "streamkl distill on datasets (extra hf)",
+    "matplotlib": "pictures (extra bench)",
+    "lm_eval": "streamkl lm-eval (extra eval)",
 }
 """Packages that are not needed, and what they are for."""
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,6 +131,12 @@ def _run(**given: Any) -> int:
     return 0 if done else 130
 
 
+def _name(path: Path) -> str:
+    """What a folder of indexers is called: all runs of `streamkl distill` write one with the same name."""
+    path = path.absolute()
+    return f"{path.parent.name}/{path.name}" if path.name == "indexers" else path.name
+
+
 def _device(name: str) -> Any:
     """The device of a name.
 
@@ -159,12 +168,31 @@ def _progress(evaluation: Any, output: Path, console: Any) -> bool:
     columns = (
         BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress, _told_in_a_log(progress, console):
         try:
             evaluation.run(output, progress)
         except KeyboardInterrupt:
             return False
     return True
+
+
+@contextmanager
+def _told_in_a_log(progress: Any, console: Any, every: float = 60.0) -> Iterator[None]:
+    """Prints a line now and then where there is no terminal to draw a bar on."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(every):
+            for task in progress.tasks:
+                console.print(f"{task.completed:.0f} of {task.total:.0f}, {task.description}", markup=False)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    if not console.is_terminal:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
@@ -182,9 +210,11 @@ def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
     for selector in given["selectors"]:
         if selector not in SELECTORS:
             raise ValueError(f"--selectors are of {', '.join(SELECTORS)}: got {selector!r}")
+    if given["output"].exists() and not given["output"].is_dir():
+        raise ValueError(f"--output {given['output']} is a file: it names a folder")
     paths = dict.fromkeys(given["indexers"])
-    alone = len({path.absolute().name for path in paths}) == len(paths)
-    names = {path.absolute().name if alone else str(path): path for path in paths}
+    alone = len({_name(path) for path in paths}) == len(paths)
+    names = {_name(path) if alone else str(path): path for path in paths}
     for name in ("dense", *SELECTORS):
         if name in names:
             raise ValueError(f"--indexers {names[name]} has the name of another method: rename the folder")

@@ -54,14 +54,16 @@ def draw(folder: Path) -> Path | None:
     layers = list(lines[0]["layers"])
     figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    colours = colormaps["viridis"]
+    colours, marker = colormaps["viridis"], "." if len(lines) < 3 else None
     for axes, (name, title) in zip(figure.subplots(1, len(FIGURES)), FIGURES.items(), strict=True):
         for n, layer in enumerate(layers):
             colour = colours(n / max(1, len(layers) - 1))
             told = [(x["step"], x["layers"][layer][name]) for x in lines if x["layers"][layer].get(name) is not None]
-            axes.plot(*zip(*told, strict=True) if told else ((), ()), color=colour, linewidth=0.8)
+            axes.plot(*zip(*told, strict=True) if told else ((), ()), color=colour, linewidth=0.8, marker=marker)
         told = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
-        axes.plot(*zip(*told, strict=True) if told else ((), ()), color="black", linewidth=2, label="mean")
+        axes.plot(
+            *zip(*told, strict=True) if told else ((), ()), color="black", linewidth=2, marker=marker, label="mean"
+        )
         axes.set(title=title, xlabel="step", yscale="log" if name == "kl" else "linear")
         axes.grid(alpha=0.3)
         axes.legend()

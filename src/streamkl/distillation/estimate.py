@@ -43,10 +43,10 @@ def estimate(settings: Settings) -> str:
         (
             f"trains    {len(model.layers)} indexers with {weights:,} weights, by {settings.steps:,} steps of "
             f"{settings.batch * settings.accumulation} x {settings.length:,} tokens",
-            f"text      {samples.sequences.size:,} tokens, which the run passes {passes:.1f} times",
+            f"text      {samples.sequences.size:,} tokens of it are read, and passed {passes:.1f} times",
             f"memory    {_peak(device) / 1e9:.1f} GB at its peak, on {device}",
             f"time      {_duration(statistics.median(seconds[1:]) * batches)}, without what is measured for the log "
-            f"({statistics.median(seconds[1:]):.2f} s a batch, of {BATCHES - 1} here)",
+            f"({statistics.median(seconds[1:]):.2f} s a batch, the median of {BATCHES - 1} after a first)",
             f"disk      {settings.keep * 12 * weights / 1e6:.0f} MB for {settings.keep} checkpoints",
         )
     )

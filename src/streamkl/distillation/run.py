@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from streamkl.distillation import checkpoints, curves
 from streamkl.distillation.indexers import make_indexers
@@ -23,9 +24,13 @@ from streamkl.distillation.packing import packed
 from streamkl.distillation.samples import Samples
 from streamkl.distillation.settings import Settings
 from streamkl.distillation.trainer import INDEXERS, DistillationTrainer, write_indexers
+from streamkl.integrations.transformers.checkpoint import check_checkpoint
 from streamkl.integrations.transformers.families import GroupedQuery, family_of
 
 MODEL, SETTINGS = "model", "settings.json"
+REPORTERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "trackio", "swanlab", "dvclive")
+"""What logs may go to that is a package of its own."""
+AGAIN = "--resume goes on with the run as it was; another one needs another --output"
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ def distill(settings: Settings) -> Result:
         NotFiniteError: Too many steps in a row had gradients that are not finite.
     """
     output = Path(settings.output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file: output names a folder")
     args = training_arguments(settings)
     resumed = _resumed(settings, output, args)
     prepared = prepare(settings, args.world_size)
@@ -96,8 +103,14 @@ def prepare(settings: Settings, processes: int = 1) -> Prepared:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns when processes fork after it
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    check_checkpoint(settings.model)
     config = AutoConfig.from_pretrained(settings.model)
     family = family_of(config)  # before anything large is loaded
+    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if room is not None and settings.length > room:
+        raise ValueError(
+            f"a length of {settings.length:,} tokens is more than the {room:,} that the model was made for"
+        )
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     count = settings.steps * settings.batch * settings.accumulation * processes
     sequences = packed(
@@ -115,6 +128,9 @@ def prepare(settings: Settings, processes: int = 1) -> Prepared:
         answer_weight=settings.answer_weight, late=settings.row_weight == "late",
     )  # fmt: skip
     backbone = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
+    sparse: Any = getattr(backbone, "streamkl", None)
+    if sparse is not None:  # it was saved so, and the teacher is dense
+        sparse.remove()
     dtypes = {name: parameter.dtype for name, parameter in backbone.named_parameters()}
     model = Distiller(backbone, family, make_indexers(backbone, family, settings))
     return Prepared(model, samples, _digest(sequences), dtypes)
@@ -133,6 +149,10 @@ def training_arguments(settings: Settings) -> TrainingArguments:
             more[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ValueError(f"the value of set {entry!r} is not YAML: {error}") from None
+        usual_value = getattr(TrainingArguments, name, None)
+        if isinstance(usual_value, (int, float)) and not isinstance(more[name], (int, float)):
+            raise ValueError(f"set {entry!r} must be a number, such as {name}={usual_value}")
+    _check_installed(settings.report_to)
     told: dict[str, Any] = {
         "output_dir": settings.output, "max_steps": settings.steps, "per_device_train_batch_size": settings.batch,
         "gradient_accumulation_steps": settings.accumulation, "learning_rate": settings.lr,
@@ -152,6 +172,15 @@ def training_arguments(settings: Settings) -> TrainingArguments:
         return TrainingArguments(**{**usual, **more, **told})
     except TypeError as error:
         raise ValueError(f"TrainingArguments does not take what set names: {error}") from None
+
+
+def _check_installed(names: list[str]) -> None:
+    """Refuses to log to packages that are not there; names that transformers does not know are its to refuse."""
+    missing = [name for name in names if name in REPORTERS and name not in get_available_reporting_integrations()]
+    if missing:
+        raise ValueError(
+            f"report_to names what is not installed: {', '.join(missing)}; pip install it, or leave it out"
+        )
 
 
 def _resumed(settings: Settings, output: Path, args: TrainingArguments) -> Path | None:
@@ -176,11 +205,11 @@ def _check_same(folder: Path, about: dict[str, Any]) -> None:
     where = {"model", "text", "field", "encoding", "on_nan"}  # what these mean is in the weights and the tokens
     for name, value in about["settings"].items():
         if name not in where and then["settings"].get(name) != value:
-            raise ValueError(f"{folder} was made with {name} = {then['settings'].get(name)}: got {value}")
+            raise ValueError(f"{folder} was made with {name} = {then['settings'].get(name)}: got {value}; {AGAIN}")
     if then["processes"] != about["processes"]:
-        raise ValueError(f"{folder} was made by {then['processes']} processes: got {about['processes']}")
+        raise ValueError(f"{folder} was made by {then['processes']} processes: got {about['processes']}; {AGAIN}")
     if then["tokens"] != about["tokens"]:
-        raise ValueError(f"{folder} was made with another text, or another tokenizer")
+        raise ValueError(f"{folder} was made with another text, or another tokenizer; {AGAIN}")
 
 
 def _write_results(output: Path, prepared: Prepared, settings: Settings, result: Result) -> Result:

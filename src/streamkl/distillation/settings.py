@@ -16,6 +16,13 @@ CHOICES = {
 }
 """Settings that are one of a few words."""
 
+NEEDED = {
+    "model": "a folder, or a name on the hub",
+    "text": "at least one file, folder or dataset to train on",
+    "output": "the folder that results go to",
+}
+"""Settings without a default, and what they are."""
+
 LEAST = {
     **dict.fromkeys(("length", "steps", "batch", "accumulation", "heads", "head_dim", "block"), 1),
     **dict.fromkeys(("facts", "log_every", "save_every", "keep"), 1),
@@ -43,7 +50,7 @@ class Settings:
 
     model: str = _told("", "The frozen model: a folder, or a name on the hub.")
     text: list[str] = _told(  # noqa: RUF009
-        [], "A file of text, a .jsonl file, a folder of such, or dataset:NAME@SPLIT; may be given several times."
+        [], "A file of text, a .jsonl file, a folder of such, or dataset:NAME@SPLIT; one or several."
     )
     output: str = _told("", "The folder that checkpoints, curves and the trained indexers are written to.")
     field: str = _told("text", "The field of a JSONL line or of a dataset's row that has the text.")
@@ -68,7 +75,11 @@ class Settings:
     weight_decay: float = _told(0.0, "Of AdamW.")
     max_grad_norm: float = _told(0.0, "Gradients of all layers together are clipped to it; 0 for not at all.")
     seed: int = _told(0, "Of the indexers' weights and of the order of sequences.")
-    topk: int = _told(0, "Keys that recall and covered mass are measured with; an eighth of the length if 0.")
+    topk: int = _told(
+        0,
+        "Keys that recall and mass are measured with, and that the trained indexers are saved with; an eighth of the "
+        "length if 0.",
+    )
     block: int = _told(64, "Queries that share a list of keys where the trained indexers are used.")
     log_every: int = _told(10, "Steps between two lines of the log, for which recall and mass are measured.")
     save_every: int = _told(100, "Steps between two checkpoints.")
@@ -83,11 +94,9 @@ class Settings:
     dry_run: bool = _told(False, "Run three steps, print what memory and time the whole run would take, write nothing.")
 
     def __post_init__(self) -> None:
-        for name in ("model", "output"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must be given")
-        if not self.text:
-            raise ValueError("text must be given: at least one file, folder or dataset to train on")
+        missing = [name for name in ("model", "text", "output") if not getattr(self, name)]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} must be given: {'; '.join(NEEDED[name] for name in missing)}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}: got {getattr(self, name)!r}")

@@ -153,7 +153,7 @@ def write_indexers(folder: Path, model: Distiller, topk: int, block: int) -> Non
 
 
 class Measure(TrainerCallback):
-    """Has recall and mass measured in the steps that are logged."""
+    """Has recall and mass measured in the steps that are logged, and the last step logged."""
 
     def __init__(self, model: Distiller, topk: int) -> None:
         self.model, self.topk = model, topk
@@ -163,8 +163,13 @@ class Measure(TrainerCallback):
     ) -> None:
         """Before the batches of a step."""
         step = state.global_step + 1
-        logged = step == 1 or step % int(args.logging_steps) == 0
+        logged = step == 1 or step % int(args.logging_steps) == 0 or step == state.max_steps
         self.model.measure(self.topk if logged else 0)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After a step: the last one is logged, whatever its number."""
+        if state.global_step == state.max_steps:
+            control.should_log = True
 
 
 class SkipNotFinite(TrainerCallback):

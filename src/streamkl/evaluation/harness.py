@@ -25,14 +25,18 @@ class SparseLM(HFLM):
         topk: How many keys a list has; 256 with a selector, what the indexers were saved with without.
         block: How many queries share a list; 64, or the same.
         indexers: A folder of indexers.
-        decode: ``sparse`` or ``dense``: how the tokens after a prompt attend.
+        decode: ``sparse`` or ``dense``: how the tokens after a prompt attend; sparse, or as a model was saved.
         kwargs: As ``hf`` takes them.
     """
 
     def __init__(
         self, pretrained: Any, selector: str | None = None, topk: int | None = None, block: int | None = None,
-        indexers: str | None = None, decode: Any = "sparse", **kwargs: Any,
+        indexers: str | None = None, decode: Any = None, **kwargs: Any,
     ) -> None:  # fmt: skip
+        if str(kwargs.get("batch_size") or 1) != "1":
+            raise ValueError(
+                f"batch_size must be 1: got {kwargs['batch_size']}; padding would choose keys where queries share lists"
+            )
         if selector is not None and selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}: got {selector!r}")
         if selector is not None and indexers is not None:
@@ -41,6 +45,9 @@ class SparseLM(HFLM):
             raise ValueError("topk and block go with a selector or with indexers: give one of them")
         super().__init__(pretrained, **kwargs)  # pyright: ignore[reportCallIssue]  # lm-eval's decorator hides its types
         model: Any = self.model  # pyright: ignore[reportAttributeAccessIssue]
+        saved_sparse = getattr(model, "streamkl", None)
+        if saved_sparse is None or selector is not None or indexers is not None:
+            decode = decode or "sparse"
         if selector is not None:
             sparsify(
                 model,
@@ -54,8 +61,10 @@ class SparseLM(HFLM):
                 "indexer", saved.topk if topk is None else topk, saved.block if block is None else block
             ).make(activation)  # pyright: ignore
             sparsify(model, chosen, loaded, decode=decode)
-        elif getattr(model, "streamkl", None) is None:
+        elif saved_sparse is None:
             sparsify(model, decode=decode)  # a model with indexers of its own; for others it says what is missing
+        elif decode is not None:
+            sparsify(model, saved_sparse.selector, saved_sparse.indexers, decode=decode)
 
 
 def main(arguments: list[str]) -> None:

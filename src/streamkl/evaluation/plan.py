@@ -38,6 +38,8 @@ class Plan:
         for task in self.tasks:
             if task not in TASKS:
                 raise ValueError(f"a task is one of {', '.join(TASKS)}: got {task!r}")
+        if self.lengths and self.blocks and self.largest_block > min(self.lengths):
+            raise ValueError(f"a block of {self.largest_block} queries is longer than {min(self.lengths)} tokens")
         for name in ("lengths", "budgets", "blocks"):
             wrong = [number for number in getattr(self, name) if number < (2 if name == "lengths" else 1)]
             if wrong or not getattr(self, name):

@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
+from matplotlib.font_manager import FontProperties
 
 from streamkl.evaluation.methods import DENSE, Method
 from streamkl.evaluation.statistics import Estimate
@@ -37,7 +38,7 @@ def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[Laye
     for name, picture in pictures.items():
         made = picture()
         if made is not None:
-            made.supxlabel(where, fontsize=6, color="grey", x=0.99, ha="right")
+            _sign(made, where)
             written.append(folder / f"{name}.png")
             made.savefig(written[-1], dpi=150)
             plt.close(made)
@@ -113,8 +114,9 @@ def gap_bars(gaps: list[Gap]) -> Picture | None:
             for g in gaps:
                 if (g.task, g.length, g.topk) == (task, length, budget):
                     at = kinds.index(_kind(g)) + 0.8 * ((n + 0.5) / len(budgets) - 0.5)
-                    axes.bar(at, g.loss.value, 0.7 / len(budgets), color=shade, label=f"k = {budget}")
-                    _interval(axes, at, g.loss, "#333333")
+                    axes.bar(at, g.loss.value, 0.7 / len(budgets), color=shade, alpha=0.8, label=f"k = {budget}")
+                    axes.plot(at, g.loss.value, "o", color="black", markersize=3)  # to be seen where it is 0
+                    _interval(axes, at, g.loss, "black")
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(kinds)), kinds, fontsize=7)
         axes.set_xlim(-0.6, len(kinds) - 0.4)
@@ -129,7 +131,7 @@ def heat_map(layers: list[LayerFigure]) -> Picture | None:
         return None
     lengths, numbers = sorted({f.length for f in layers}), sorted(layers[0].recall)
     rows = [[f for f in layers if f.length == length] for length in lengths]
-    size = (4.5 + 0.3 * len(numbers), 1.0 + sum(0.7 + 0.2 * len(row) for row in rows))
+    size = (4.5 + 0.3 * max(12, len(numbers)), 1.0 + sum(0.7 + 0.2 * len(row) for row in rows))
     picture, panels = plt.subplots(
         len(lengths), 2, figsize=size, layout="constrained", squeeze=False, sharey="row",
         height_ratios=[0.5 + 0.2 * len(row) for row in rows],
@@ -240,6 +242,16 @@ def _sharing(block: int) -> str:
 
 def _budget(f: Figure) -> int:
     return f.method.topk
+
+
+def _sign(picture: Picture, where: str) -> None:
+    """Says where it was measured, under the legend if there is one."""
+    if picture.legends:
+        legend = picture.legends[0]
+        legend.set_title(where, prop=FontProperties(size=6))
+        legend.get_title().set_color("grey")
+    else:
+        picture.supxlabel(where, fontsize=6, color="grey", x=0.99, ha="right")
 
 
 def _finish(picture: Picture, grid: list[tuple[str, int, Axes]], title: str) -> Picture:

@@ -44,16 +44,22 @@ class Evaluation:
     identity: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuses, before anything runs, lengths that the model or the text is too short for.
+        """Refuses, before anything runs or is written, what the model, the text or the plan does not do for.
 
         Raises:
-            ValueError: A length is too long.
+            ValueError: A length is too long, all budgets are, or the model cannot attend to selected keys.
         """
+        for length in self.plan.lengths:
+            if self.plan.selectors and self.plan.methods(length) == [DENSE]:
+                raise ValueError(f"no budget is below {length:,} tokens: lists of all keys are dense attention")
         longest, room = max(self.plan.lengths), self.subject.model.config.get_text_config().max_position_embeddings
         if longest > room:
             raise ValueError(f"a length of {longest:,} tokens is more than the {room:,} that the model was made for")
         for task, length in itertools.product(self.plan.tasks, (min(self.plan.lengths), longest)):
             build(task, length, 0, seed=self.plan.seed, haystack=self.haystack)
+        for method in self.plan.methods(longest)[1:2]:  # what makes a model sparse says which models it knows
+            self.subject.use(method)
+            self.subject.use(DENSE)
 
     def run(self, folder: Path, progress: Progress) -> Records:
         """Does what is not in the folder yet."""

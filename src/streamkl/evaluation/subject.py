@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from streamkl.evaluation.methods import DENSE, SELECTORS, Method
 from streamkl.integrations.transformers import Indexers, load_indexers, sparsify
-from streamkl.integrations.transformers.folder import MARKER
+from streamkl.integrations.transformers.checkpoint import check_checkpoint
+from streamkl.integrations.transformers.folder import marker
 
 LOGITS = 1 << 25
 """How many logits are held at a time: 128 MB in float32."""
@@ -134,7 +135,12 @@ class Subject:
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a model, with which text can be looked at before the model is loaded."""
+    """The tokenizer of a model, with which text can be looked at before the model is loaded.
+
+    Raises:
+        ValueError: There is no model at that path.
+    """
+    check_checkpoint(model)
     return AutoTokenizer.from_pretrained(model)
 
 
@@ -149,6 +155,4 @@ def _fingerprint(model: torch.nn.Module) -> str:
 
 def digest(folder: Path) -> str:
     """Of a folder of indexers, by which a run knows them again."""
-    if not (folder / MARKER).is_file():
-        raise ValueError(f"there are no indexers in {folder}: it has no {MARKER}")
-    return hashlib.sha256((folder / MARKER).read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(marker(folder).read_bytes()).hexdigest()[:16]

@@ -88,17 +88,21 @@ class OracleSelector(_Selector):
 
 @dataclass(frozen=True)
 class IndexerSelector(_Selector):
-    """The keys of an indexer's highest scores, or probabilities (`index_topk`)."""
+    """The keys of an indexer's highest scores (`index_topk`).
+
+    With ``normalise`` queries that share a list compare probabilities. ``None`` is for what a folder of indexers was
+    saved with, and for scores where there is no folder.
+    """
 
     activation: Literal["relu"] | None = "relu"
-    normalise: bool = False
+    normalise: bool | None = None
 
     def select(self, call: AttentionCall) -> Tensor:
         """The lists of a call that has ``index``."""
         if call.index is None:
             raise ValueError("call.index must hold an indexer's tensors for an IndexerSelector: got None")
         return index_topk(
-            *call.index, topk=self.topk, block=self.block, normalise=self.normalise, activation=self.activation,
+            *call.index, topk=self.topk, block=self.block, normalise=bool(self.normalise), activation=self.activation,
             causal=call.causal, window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
         )  # fmt: skip
 

@@ -117,6 +117,13 @@ def test_indexers_and_selectors_that_do_not_go_together_are_refused(family, argu
     assert not hasattr(model, "streamkl")
 
 
+def test_a_folder_in_place_of_a_selector_is_refused(tmp_path) -> None:
+    with pytest.raises(
+        ValueError, match=r"selector must be a selector: got .*; a folder of indexers is given as indexers="
+    ):
+        skl.sparsify(tiny_model("llama"), str(tmp_path))  # type: ignore[arg-type]
+
+
 def test_an_activation_that_is_not_the_indexers_is_refused() -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="the indexers have activation None, and the selector 'relu'"):

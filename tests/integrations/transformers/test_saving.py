@@ -62,13 +62,23 @@ def test_a_folder_of_indexers_gives_the_same_selection(sparse, tmp_path) -> None
         "kind": "head", "head_dim": 8, "rope_dim": 8, "rope_layout": "half", "activation": "relu", "heads": 1,
         "temperature": False,
     }  # fmt: skip
-    selector = {"kind": "indexer", "topk": 5, "block": 2, "activation": "relu", "normalise": False}
+    selector = {"kind": "indexer", "topk": 5, "block": 2, "activation": "relu", "normalise": None}
     assert description["selector"] == selector
     other = tiny_model("llama")
     assert skl.sparsify(other, indexers=tmp_path / "indexers").selector == sparse.selector
     assert torch.equal(other(ids).logits, sparse.model(ids).logits)
     more_keys = skl.sparsify(other, IndexerSelector(9, 2), tmp_path / "indexers")
     assert more_keys.selector.topk == 9
+
+
+def test_a_selector_compares_as_the_indexers_were_saved_to_unless_it_says_how(tmp_path) -> None:
+    model = tiny_model("llama")
+    skl.sparsify(model, IndexerSelector(5, 2, normalise=True), skl.new_indexers(model, head_dim=8)).save_indexers(
+        tmp_path / "indexers"
+    )
+    for given, found in ((None, True), (False, False), (True, True)):
+        handle = skl.sparsify(model, IndexerSelector(9, 2, normalise=given), tmp_path / "indexers")
+        assert handle.selector == IndexerSelector(9, 2, normalise=found)
 
 
 def damaged(folder, kind: str) -> str:

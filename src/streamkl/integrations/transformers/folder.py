@@ -52,14 +52,11 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, A
         ValueError: It is not there, not whole, or of another format; the message says which.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder of indexers at {folder}")
-    if not (folder / MARKER).is_file():
-        raise ValueError(f"{folder} has no {MARKER}: writing it did not end, or it is no folder of indexers")
+    marked = marker(folder)
     try:
-        digests = json.loads((folder / MARKER).read_text())
+        digests = json.loads(marked.read_text())
     except ValueError as error:
-        raise ValueError(f"{folder / MARKER} is damaged: {error}") from error
+        raise ValueError(f"{marked} is damaged: {error}") from error
     for name in (WEIGHTS, DESCRIPTION):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}: copy the whole folder")
@@ -69,6 +66,22 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, A
     if description["format"] != FORMAT:
         raise ValueError(f"{folder} has format {description['format']}, and this StreamKL reads {FORMAT}: upgrade it")
     return load_file(folder / WEIGHTS), description
+
+
+def marker(folder: Path) -> Path:
+    """The file that says that a folder is whole.
+
+    Raises:
+        ValueError: There is none; the message says where it may be.
+    """
+    if (folder / MARKER).is_file():
+        return folder / MARKER
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder of indexers at {folder}")
+    inside = [path.parent for path in sorted(folder.glob(f"*/{MARKER}")) if (path.parent / WEIGHTS).is_file()]
+    if inside:
+        raise ValueError(f"{folder} is no folder of indexers: {' or '.join(map(str, inside))} is")
+    raise ValueError(f"{folder} has no {MARKER}: writing it did not end, or it is no folder of indexers")
 
 
 def _digest(path: Path) -> str:

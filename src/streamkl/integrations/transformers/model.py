@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,6 +148,8 @@ def sparsify(
         ([0, 1], torch.Size([1, 32, 64]))
         >>> model.set_attn_implementation("sdpa")  # dense again
     """
+    if selector is not None and not hasattr(selector, "select"):
+        raise ValueError(f"selector must be a selector: got {selector!r}; a folder of indexers is given as indexers=")
     family = family_of(model.config)
     for number, attention in family.attentions(model).items():
         family.check(attention, number)
@@ -156,7 +159,7 @@ def sparsify(
         indexers.to(model.dtype)  # products of scores are the cost, and run at the model's speed
     elif indexers is None:
         indexers = own_indexers(model, family)
-    selector = selector or saved or family.selector(model.config)
+    selector = _as_saved(selector or saved or family.selector(model.config), saved)
     if selector is None:
         raise ValueError(
             "there is nothing to select keys with: give a selector, such as "
@@ -193,6 +196,13 @@ def attach_loaded(
         sparsify(model, DEFAULT)
     if name is not None:
         model.set_attn_implementation(name)
+
+
+def _as_saved(selector: Selector | None, saved: Selector | None) -> Selector | None:
+    """A selector that compares as the indexers were saved to, unless it says how."""
+    if isinstance(selector, IndexerSelector) and isinstance(saved, IndexerSelector) and selector.normalise is None:
+        return dataclasses.replace(selector, normalise=saved.normalise)
+    return selector
 
 
 def _check_indexers(family: Family, selector: Selector, indexers: Indexers) -> None:
