@@ -54,7 +54,7 @@ def test_the_quickstart_reports_on_trained_indexers_and_does_nothing_twice(
             assert f"({picture}.png)" in page
     assert (output / "run" / "curves.png").stat().st_size > 10_000
     report = json.loads((output / "report" / "report.json").read_text())
-    methods = {"dense", *(f"{name} k48 b{block}" for name in ("indexers", "oracle", "window") for block in (1, 32))}
+    methods = {"dense", *(f"{name} k48 b{block}" for name in ("run/indexers", "oracle", "window") for block in (1, 32))}
     for task in ("needle", "perplexity"):
         assert {f["method"] for f in report["figures"] if f["task"] == task} == methods, task
     assert {gap["kind"] for gap in report["gaps"]} == {"oracle", "indexer", "realization"}

@@ -26,4 +26,4 @@ def test_every_call_is_measured_with_repeatable_memory_and_the_matrices_are_seen
     extra = {cost.call: cost.extra_bytes for cost in costs}
     assert extra[MATERIALISED] - extra[STEP] > 2 * 2 * 512**2  # two matrices in bfloat16, at least
     again = distill._memory({"model": folder, "heads": 2, "head_dim": 16, "tokens": 512, "call": STEP})
-    assert again == pytest.approx(extra[STEP], rel=0.1)
+    assert again == pytest.approx(extra[STEP], abs=4e6)  # stacks and buffers of threads are not always the same

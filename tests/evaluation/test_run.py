@@ -45,6 +45,7 @@ def test_a_run_compares_every_method_on_the_same_contexts_and_goes_on_where_it_w
     few = ("--tasks", "needle", "perplexity", "--selectors", "oracle")
     code, said = command("evaluate", model_folder, book, output, *few)
     assert code == 0, said
+    assert "oracle k32 b16" in said, "the tables are shown"
     before = (output / "results.jsonl").read_text()
     with (output / "results.jsonl").open("a") as file:
         file.write('{"task": "needle", "len')  # the process was killed as it wrote

@@ -124,11 +124,27 @@ def _run(**given: Any) -> int:
     except (ValueError, OSError) as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
+    for title, table in report.overview(given["output"]).items():
+        _show(title, table)
     for path in written:
         typer.echo(str(path))
     if not done:
         console.print("Interrupted: the report is of what was done. The same command goes on from here.")
     return 0 if done else 130
+
+
+def _show(title: str, table: Any) -> None:
+    """Prints one table of the report."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE)
+    for column in table.head:
+        shown.add_column(column, no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160).print(shown, markup=False)
 
 
 def _name(path: Path) -> str:

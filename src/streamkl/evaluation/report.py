@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamkl.evaluation import records as files
 from streamkl.evaluation.methods import DENSE
@@ -23,6 +23,13 @@ GAPS = {
     "indexer": "indexer gap: the best keys to those an indexer predicts (the prediction)",
     "realization": "realization gap: a list a query to a list a block (the sharing)",
 }
+
+
+class Table(NamedTuple):
+    """Names of columns, and what stands in each row."""
+
+    head: list[str]
+    rows: list[list[str]]
 
 
 def write(folder: Path, facts: dict[str, str]) -> list[Path]:
@@ -73,7 +80,8 @@ def markdown(
     if "quality" in there:
         lines += [f"![Quality against budget]({there['quality']})", ""]
     for task in dict.fromkeys(figure.task for figure in shown):
-        lines += [f"## {TITLES.get(task, task)}", "", *_table(task, [f for f in shown if f.task == task]), ""]
+        table = _table([f for f in shown if f.task == task])
+        lines += [f"## {TITLES.get(task, task)}", "", *_markdown(table.head, table.rows), ""]
         if task == "perplexity":
             lines += [
                 f"Queries that share a list choose for one another, so a later one may choose for an earlier one whose "
@@ -97,7 +105,15 @@ def where(facts: dict[str, str]) -> str:
     )
 
 
-def _table(task: str, shown: list[Figure]) -> list[str]:
+def overview(folder: Path) -> dict[str, Table]:
+    """The tables of the run in a folder, by their titles."""
+    shown = figures(files.read(folder)[1])
+    tasks = dict.fromkeys(figure.task for figure in shown)
+    return {TITLES.get(task, task): _table([f for f in shown if f.task == task]) for task in tasks}
+
+
+def _table(shown: list[Figure]) -> Table:
+    """A row for each length and method of one task."""
     is_rate = shown[0].change_last is None
     head = ["tokens", "method", "contexts", "right" if is_rate else "perplexity", "against dense", "first token"]
     if not is_rate:
@@ -110,7 +126,7 @@ def _table(task: str, shown: list[Figure]) -> list[str]:
         if f.change_last is not None:
             row.append("" if is_dense else _percent(f.change_last))
         rows.append([*row, f"{f.seconds:.2f} s"])
-    return _markdown(head, rows)
+    return Table(head, rows)
 
 
 def _gap_table(lost: list[Gap]) -> list[str]:
