@@ -88,8 +88,7 @@ def run(settings: Settings) -> None:
         sys.exit(130)
     if not is_first:
         return
-    last_line = curves.read(output / curves.LOG)[-1:]
-    for line in last_line:
+    for line in curves.read(output / curves.LOG)[-1:]:
         shown = (f"{text} {line[name]:.3g}" for name, text in curves.FIGURES.items() if line.get(name) is not None)
         typer.echo(f"Step {line['step']}, means over layers: {', '.join(shown)}.")
     typer.echo(f"Indexers are in {result.indexers}, to select {settings.measured} keys for {settings.block} queries.")

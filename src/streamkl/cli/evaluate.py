@@ -124,9 +124,9 @@ def _run(**given: Any) -> int:
     except (ValueError, OSError) as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    for title, table in report.overview(given["output"]).items():
-        _show(title, table)
-    for path in written:
+    for task, table in written.tables.items():
+        _show(report.TITLES.get(task, task), table)
+    for path in written.files:
         typer.echo(str(path))
     if not done:
         console.print("Interrupted: the report is of what was done. The same command goes on from here.")

@@ -24,7 +24,7 @@ from streamkl.distillation.packing import packed
 from streamkl.distillation.samples import Samples
 from streamkl.distillation.settings import Settings
 from streamkl.distillation.trainer import INDEXERS, DistillationTrainer, write_indexers
-from streamkl.integrations.transformers.checkpoint import check_checkpoint
+from streamkl.integrations.transformers.checkpoint import check_checkpoint, check_length
 from streamkl.integrations.transformers.families import GroupedQuery, family_of
 
 MODEL, SETTINGS = "model", "settings.json"
@@ -106,11 +106,7 @@ def prepare(settings: Settings, processes: int = 1) -> Prepared:
     check_checkpoint(settings.model)
     config = AutoConfig.from_pretrained(settings.model)
     family = family_of(config)  # before anything large is loaded
-    room = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if room is not None and settings.length > room:
-        raise ValueError(
-            f"a length of {settings.length:,} tokens is more than the {room:,} that the model was made for"
-        )
+    check_length(config, settings.length)
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     count = settings.steps * settings.batch * settings.accumulation * processes
     sequences = packed(

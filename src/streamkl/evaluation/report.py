@@ -32,15 +32,19 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def write(folder: Path, facts: dict[str, str]) -> list[Path]:
+class Report(NamedTuple):
+    """The files of a report; pictures are among them if matplotlib is there. And its tables, by task."""
+
+    files: list[Path]
+    tables: dict[str, Table]
+
+
+def write(folder: Path, facts: dict[str, str]) -> Report:
     """Writes the report of the run in a folder.
 
     Args:
         folder: Holds ``results.jsonl``.
         facts: Where the run was made.
-
-    Returns:
-        The files that were written; pictures are among them if matplotlib is there.
     """
     run, records = files.read(folder)
     shown, lost, layers = figures(records), gaps(records), layer_figures(records)
@@ -58,12 +62,13 @@ def write(folder: Path, facts: dict[str, str]) -> list[Path]:
         "layers": [figure._replace(method=figure.method.name)._asdict() for figure in layers],  # pyright: ignore
     }
     (folder / "report.json").write_text(json.dumps(_plain(data), indent=1) + "\n", encoding="utf-8")
-    (folder / "report.md").write_text(markdown(run, facts, shown, lost, layers, pictures), encoding="utf-8")
-    return [folder / "report.md", folder / "report.json", *pictures]
+    tables = {task: _table([f for f in shown if f.task == task]) for task in dict.fromkeys(f.task for f in shown)}
+    (folder / "report.md").write_text(markdown(run, facts, tables, lost, layers, pictures), encoding="utf-8")
+    return Report([folder / "report.md", folder / "report.json", *pictures], tables)
 
 
 def markdown(
-    run: dict[str, Any], facts: dict[str, str], shown: list[Figure], lost: list[Gap], layers: list[LayerFigure],
+    run: dict[str, Any], facts: dict[str, str], tables: dict[str, Table], lost: list[Gap], layers: list[LayerFigure],
     pictures: list[Path],
 ) -> str:  # fmt: skip
     """The page."""
@@ -79,8 +84,7 @@ def markdown(
         lines += [f"![Quality against time to first token]({there['frontier']})", ""]
     if "quality" in there:
         lines += [f"![Quality against budget]({there['quality']})", ""]
-    for task in dict.fromkeys(figure.task for figure in shown):
-        table = _table([f for f in shown if f.task == task])
+    for task, table in tables.items():
         lines += [f"## {TITLES.get(task, task)}", "", *_markdown(table.head, table.rows), ""]
         if task == "perplexity":
             lines += [
@@ -103,13 +107,6 @@ def where(facts: dict[str, str]) -> str:
     return ", ".join(
         text for text in (facts.get("device"), facts.get("threads"), f"torch {facts.get('torch', '')}") if text
     )
-
-
-def overview(folder: Path) -> dict[str, Table]:
-    """The tables of the run in a folder, by their titles."""
-    shown = figures(files.read(folder)[1])
-    tasks = dict.fromkeys(figure.task for figure in shown)
-    return {TITLES.get(task, task): _table([f for f in shown if f.task == task]) for task in tasks}
 
 
 def _table(shown: list[Figure]) -> Table:

@@ -52,9 +52,8 @@ class Evaluation:
         for length in self.plan.lengths:
             if self.plan.selectors and self.plan.methods(length) == [DENSE]:
                 raise ValueError(f"no budget is below {length:,} tokens: lists of all keys are dense attention")
-        longest, room = max(self.plan.lengths), self.subject.model.config.get_text_config().max_position_embeddings
-        if longest > room:
-            raise ValueError(f"a length of {longest:,} tokens is more than the {room:,} that the model was made for")
+        longest = max(self.plan.lengths)
+        self.subject.check_length(longest)
         for task, length in itertools.product(self.plan.tasks, (min(self.plan.lengths), longest)):
             build(task, length, 0, seed=self.plan.seed, haystack=self.haystack)
         for method in self.plan.methods(longest)[1:2]:  # what makes a model sparse says which models it knows

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from streamkl.evaluation.methods import DENSE, SELECTORS, Method
 from streamkl.integrations.transformers import Indexers, load_indexers, sparsify
-from streamkl.integrations.transformers.checkpoint import check_checkpoint
+from streamkl.integrations.transformers.checkpoint import check_checkpoint, check_length
 from streamkl.integrations.transformers.folder import marker
 
 LOGITS = 1 << 25
@@ -69,6 +69,10 @@ class Subject:
         self.indexers: dict[str, Indexers] = {
             name: load_indexers(path, self.model)[0] for name, path in (indexers or {}).items()
         }
+
+    def check_length(self, length: int) -> None:
+        """Raises a ``ValueError`` if the model was made for shorter contexts."""
+        check_length(self.model.config, length)
 
     def use(self, method: Method) -> None:
         """Attends by a method from now on."""

@@ -15,6 +15,8 @@ from streamkl.ops import body, not_differentiable
 from streamkl.problem import Problem, Side, Support
 
 _KEYS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, SymInt block, str backend"
+KEYS = 6
+"""What every operator ends with, and how many they are."""
 SCHEMAS = {
     "index_topk": "(Tensor q, Tensor k, Tensor? w, Tensor? lse, float? scale, bool relu, SymInt topk, SymInt lists, "
     f"{_KEYS}) -> Tensor",
@@ -74,22 +76,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None, *ke
 
 
 @torch.library.register_fake("streamkl::index_topk")
-def _(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor | None,
-    lse: Tensor | None,
-    scale: float | None,
-    relu: bool,
-    topk: int,
-    lists: int,
-    *keys: Any,
-) -> Any:
-    return q.new_empty((q.shape[0], lists, topk), dtype=torch.int32)
-
-
 @torch.library.register_fake("streamkl::attention_topk")
-def _(q: Tensor, k: Tensor, lse: Tensor, scale: float | None, topk: int, lists: int, *keys: Any) -> Tensor:
+def _(q: Tensor, *args: Any) -> Tensor:
+    topk, lists, *_ = args[-2 - KEYS :]  # both schemas end alike
     return q.new_empty((q.shape[0], lists, topk), dtype=torch.int32)
 
 
