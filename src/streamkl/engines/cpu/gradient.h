@@ -76,7 +76,7 @@ struct TrainState {
       const Lanes value = load(p + j * stride), x = load(b + j * stride);
       const Lanes log_q = (logit<relu>(x, scale) - m) - ln_l;
       sum_p[turn] += select(mask, value, Lanes{});
-      const Lanes term = value == 0.0f ? Lanes{} : value * (logarithm(value) - log_q);
+      const Lanes term = value == 0.0f ? Lanes{} : value * (logarithm<precision>(value) - log_q);
       sum[turn] += select(mask, term, Lanes{});
       Lanes db = (exponential<precision>(log_q) - value) * weight;
       if constexpr (relu) db = x * scale <= 0.0f ? Lanes{} : db;

@@ -149,8 +149,27 @@ STREAMKL_INLINE Lanes exponential(Lanes x) {
 #endif
 }
 
-// ln x within 2 ulp, for x > 0.
+// e^(x - shift), and exactly 1 where x and shift are 0: lowered is shift * log2 e.
+template <Precision precision>
+STREAMKL_INLINE Lanes shifted_exponential(Lanes x, Lanes shift, Lanes lowered) {
+  if constexpr (precision == Precision::kFast) return power_of_two(fma(x, splat(kLog2e), -lowered));
+  return exponential<precision>(x - shift);
+}
+
+// ln x for x > 0: within 2 ulp (kExact), or within 3e-7 of it and ln 1 = 0 (kFast), of numbers that are neither nan nor denormal.
+template <Precision precision>
 STREAMKL_INLINE Lanes logarithm(Lanes x) {
+  if constexpr (precision == Precision::kFast) {
+    const Ints bits = bits_of<Ints>(x), exponent = (bits - 0x3f400000) >> 23;  // of a fraction in [0.75, 1.5)
+    const Lanes f = bits_of<Lanes>(bits - (exponent << 23)) - 1.0f;
+    Lanes p = fma(splat(-6.72037588e-2f), f, splat(1.41536218e-1f));
+    p = fma(p, f, splat(-1.73371295e-1f));
+    p = fma(p, f, splat(2.00953419e-1f));
+    p = fma(p, f, splat(-2.49792699e-1f));
+    p = fma(p, f, splat(3.3330707e-1f));
+    p = fma(p, f, splat(-5.00001672e-1f));
+    return fma(__builtin_convertvector(exponent, Lanes), splat(kLn2), fma(p, f * f, f));
+  }
   const Ints small = x < 1.17549435e-38f;
   const Lanes scaled = small ? x * 8388608.0f : x;
   Ints bits = bits_of<Ints>(scaled);
@@ -170,6 +189,12 @@ STREAMKL_INLINE Lanes logarithm(Lanes x) {
   p = fma(e, splat(-2.12194440e-4f), p);
   p = fma(splat(-0.5f), f2, p);
   return x != x ? x : fma(e, splat(0.693359375f), f + p);
+}
+
+// x / n to the last bit or the one before it, and exactly where n divides x: r is 1 / n. A division takes five times as long.
+STREAMKL_INLINE Lanes divided(Lanes x, Lanes n, Lanes r) {
+  const Lanes quotient = x * r;
+  return fma(fma(-quotient, n, x), r, quotient);
 }
 
 // Sixteen floats as bfloat16, to nearest even.

@@ -196,7 +196,7 @@ struct MixtureState {
       const Lanes weight = load(p + j * stride), zb = logit<relu>(load(b + j * stride), factor) - m;
       sum_b[turn] += select(mask, exponential<precision>(zb), Lanes{});
       sum_p[turn] += select(mask, weight, Lanes{});
-      const Lanes term = weight == 0.0f ? Lanes{} : weight * (logarithm(weight) - zb);
+      const Lanes term = weight == 0.0f ? Lanes{} : weight * (logarithm<precision>(weight) - zb);
       sum[turn] += select(mask, term, Lanes{});
     });
     acc = (s == 0.0f ? acc : acc + s * (m - m_b)) + (sum[0] + sum[1]);
