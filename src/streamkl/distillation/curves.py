@@ -46,6 +46,8 @@ def draw(folder: Path) -> Path | None:
     try:
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
         from matplotlib.figure import Figure
     except ImportError:
         return None
@@ -54,10 +56,13 @@ def draw(folder: Path) -> Path | None:
     layers = list(lines[0]["layers"])
     figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    colours, marker = colormaps["viridis"], "." if len(lines) < 3 else None
-    for axes, (name, title) in zip(figure.subplots(1, len(FIGURES)), FIGURES.items(), strict=True):
-        for n, layer in enumerate(layers):
-            colour = colours(n / max(1, len(layers) - 1))
+    numbers = [int(layer) for layer in layers]
+    colours = ScalarMappable(Normalize(min(numbers), max(numbers)), colormaps["viridis"])
+    marker = "." if len(lines) < 3 else None
+    plots = figure.subplots(1, len(FIGURES))
+    for axes, (name, title) in zip(plots, FIGURES.items(), strict=True):
+        for number, layer in zip(numbers, layers, strict=True):
+            colour = colours.to_rgba(number)  # pyright: ignore[reportArgumentType]
             told = [(x["step"], x["layers"][layer][name]) for x in lines if x["layers"][layer].get(name) is not None]
             axes.plot(*zip(*told, strict=True) if told else ((), ()), color=colour, linewidth=0.8, marker=marker)
         told = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
@@ -67,7 +72,7 @@ def draw(folder: Path) -> Path | None:
         axes.set(title=title, xlabel="step", yscale="log" if name == "kl" else "linear")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(f"{len(layers)} layers, the first dark and the last light")
+    figure.colorbar(colours, ax=plots, label="layer")
     path = folder / PICTURE
     figure.savefig(path, dpi=110)
     return path

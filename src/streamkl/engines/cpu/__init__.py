@@ -22,6 +22,7 @@ from streamkl.state import Normalisers
 
 name = "cpu"
 summary = "fused C++ on PyTorch's own matrix products"
+checks_lists = True
 
 
 def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:

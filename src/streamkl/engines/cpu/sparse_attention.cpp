@@ -1,7 +1,7 @@
-// Attention over lists of keys that blocks of rows share: gathered once a block and key head, softmax online over tiles.
+// Attention over lists of keys that rows share, or that are united: gathered once for them and a key head, softmax online over tiles.
 #include "gathered.h"
 #include "kernels.h"
-#include "shared_lists.h"
+#include "united_lists.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -22,9 +22,11 @@ struct Softmax {
   explicit Softmax(double scale)
       : factor(static_cast<float>(precision == Precision::kFast ? scale * 1.44269504088896341 : scale)) {}
 
-  // The keys [begin, end) of a tile that a row sees, padded ones after them; p is written whole.
+  // The keys [begin, end) of a tile that a row sees, of them its own if they are not all, and padded ones after them; p is
+  // written whole.
   struct Run {
     int64_t begin, end, padded;
+    const uint16_t* own;
   };
 
   template <typename Visit>
@@ -35,6 +37,10 @@ struct Softmax {
       visit(j, (key >= static_cast<int32_t>(run.begin)) & (key < static_cast<int32_t>(run.end)));
     };
     int64_t j = first;
+    if (run.own != nullptr) {
+      for (; j < run.end; j += kLanes) visit(j, (((Ints{} + run.own[j / kLanes]) >> iota()) & 1) != 0);
+      return;
+    }
     if (j < full) masked(j), j = full;
     for (; j < last; j += kLanes) visit(j, All{});
     if (j < run.end) masked(j);
@@ -101,10 +107,12 @@ class Attention {
         group_(q.size(1) / k.size(1)), k_(k), v_(v), softmax_(scale), window_(window),
         k_tile_(k_.width * kTileStride), v_tile_(kTile * (v_.width + kLanes)), x_(kRows * kTile) {}
 
-  void attend(const SharedRows& shared, const ListedKeys& listed, int64_t kv) {
+  void attend(const UnitedRows& united, int64_t kv) {
+    const auto& shared = united.rows;
+    const auto& listed = united.listed;
     const int64_t rows = shared.rows * group_, width = v_.width;
     take_rows(shared, kv);
-    see(shared, listed);
+    see(united);
     k_.take_head(shared.seq.batch, kv, shared.seq.k_start);
     v_.take_head(shared.seq.batch, kv, shared.seq.k_start);
     P* p = p_.reserve(rows * kTileStride);
@@ -128,7 +136,8 @@ class Attention {
           }
           const auto& seen = seen_[i % shared.rows];
           const typename Softmax<precision>::Run run{
-              std::clamp<int64_t>(seen.first - j0, 0, count), std::clamp<int64_t>(seen.last - j0, 0, count), padded};
+              std::clamp<int64_t>(seen.first - j0, 0, count), std::clamp<int64_t>(seen.last - j0, 0, count), padded,
+              united.own_of(i % shared.rows, j0)};
           const float shrink = softmax_.update(x_.data() + (i - i0) * kTile, run, m_[i], l_[i], p + i * kTileStride);
           if (shrink != 1.0f)
             for (int64_t c = 0; c < width; c += kLanes) store(y + i * width + c, load(y + i * width + c) * shrink);
@@ -154,12 +163,16 @@ class Attention {
       }
   }
 
-  // The keys rise, so each row sees a run of them.
-  void see(const SharedRows& shared, const ListedKeys& listed) {
+  // The keys rise, so each row sees a run of them; it may be that none of them is its own.
+  void see(const UnitedRows& united) {
+    const auto& shared = united.rows;
+    const auto& listed = united.listed;
     seen_.resize(shared.rows);
     const auto place = [&](int64_t key) { return std::lower_bound(listed.keys, listed.keys + listed.count, key) - listed.keys; };
     for (int64_t i = 0; i < shared.rows; i++) {
       seen_[i] = {place(window_.first(shared.on + i)), place(window_.last(shared.on + i))};
+      const uint16_t* own = united.own_of(i, 0);
+      if (own != nullptr && std::all_of(own, own + united.words(), [](uint16_t bits) { return bits == 0; })) seen_[i] = {0, 0};
     }
   }
 
@@ -225,17 +238,17 @@ class Attention {
 
 template <typename T, typename P>
 void run(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::vector<SharedRows>& shared,
-    const SortedLists& lists, double scale, const Window& window) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::vector<UnitedRows>& rows, double scale,
+    const Window& window) {
   constexpr auto precision = std::is_same_v<T, float> ? Precision::kExact : Precision::kFast;
-  const int64_t count = shared.size();
+  const int64_t count = rows.size();
   on_all_threads(count * k.size(1), [&](const auto& next) {
     const FlushDenormals flush(precision == Precision::kFast);
     Attention<T, P, precision> attention(q, k, v, out, scale, window);
     // A key head at a time, so that its keys and values stay in the caches; the longest lists first.
     for (int64_t task; (task = next()) >= 0;) {
       const int64_t n = count - 1 - task % count;
-      attention.attend(shared[n], lists[n], task / count);
+      attention.attend(rows[n], task / count);
     }
   });
 }
@@ -248,6 +261,7 @@ Tensor sparse_attention(
   const Window window{left, right};
   const auto shared = shared_rows_of(table, block);
   const SortedLists lists(indices, shared, window, k.size(2));
+  const auto united = united_rows_of(shared, lists, window, block, q.size(1) / k.size(1), v);
   int64_t covered = 0;
   for (const auto& rows : shared) covered += rows.rows;
   // Rows of no sequence, past the last packed one, are 0.
@@ -256,11 +270,11 @@ Tensor sparse_attention(
   const auto out = all ? at::empty(shape, q.options()) : at::zeros(shape, q.options());
   switch (q.scalar_type()) {
     case at::kBFloat16:
-      if (native(at::kBFloat16)) run<at::BFloat16, at::BFloat16>(q, k, v, out, shared, lists, scale, window);
-      else run<at::BFloat16, float>(q, k, v, out, shared, lists, scale, window);
+      if (native(at::kBFloat16)) run<at::BFloat16, at::BFloat16>(q, k, v, out, united, scale, window);
+      else run<at::BFloat16, float>(q, k, v, out, united, scale, window);
       break;
-    case at::kHalf: run<at::Half, float>(q, k, v, out, shared, lists, scale, window); break;
-    default: run<float, float>(q, k, v, out, shared, lists, scale, window);
+    case at::kHalf: run<at::Half, float>(q, k, v, out, united, scale, window); break;
+    default: run<float, float>(q, k, v, out, united, scale, window);
   }
   return out.transpose(1, 2);
 }

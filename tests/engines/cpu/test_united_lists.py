@@ -1,0 +1,92 @@
+"""Lists of neighbouring queries that are attended to together: each query still has its own keys alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamkl.sparse import sparse_attention
+from streamkl.testing import check_sparse_attention
+from streamkl.testing.sparse_cases import MASK, SparseCase
+
+TOKENS, NAMED, HEADS = 150, 24, (6, 2)
+
+
+def drifting_lists(block: int = 1, apart: int = 3) -> Tensor:
+    """``[1, lists, K]``: the list of a block has ``apart`` keys of its own, and shares the others with all."""
+    rng = torch.Generator().manual_seed(0)
+    lists = -(-TOKENS // block)
+    common = torch.randperm(TOKENS // 2, generator=rng)[: NAMED - apart].expand(lists, -1)
+    own = TOKENS // 2 + torch.rand(lists, TOKENS // 2, generator=rng).argsort(-1)[:, :apart]
+    return torch.cat([common, own], -1)[None].int()
+
+
+def case_of(dtype: torch.dtype, indices: Tensor, block: int = 1, **mask) -> SparseCase:
+    rng = torch.Generator().manual_seed(1)
+    heads, kv_heads = HEADS
+    q, k, v = (torch.randn(1, n, TOKENS, 40, generator=rng).to(dtype) for n in (heads, kv_heads, kv_heads))
+    masks = {**dict.fromkeys(MASK), "causal": True, **mask}
+    return SparseCase(0, q, k, v, (q, k[:, 0], None), indices, block, NAMED, None, masks, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [1, 3, 16])
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": (20, -1)}], ids=["causal", "full", "window"])
+@pytest.mark.parametrize("apart", [0, 3, NAMED])
+def test_neighbours_with_and_without_keys_in_common(dtype, block, mask, apart) -> None:
+    case = case_of(dtype, drifting_lists(block, apart), block, **mask)
+    assert check_sparse_attention(case, backend="cpu").worst <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_reaches_the_query_that_names_it_alone(dtype, number) -> None:
+    indices = drifting_lists()
+    key, query = 149, 149
+    indices = torch.where(indices == key, -1, indices)
+    case = case_of(dtype, indices)
+    clean = sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
+    indices[0, query, -1], case.v[0, :, key, 3] = key, number
+    out = sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
+    assert not out[0, :, query, 3].isfinite().any()
+    torch.testing.assert_close(out[:, :, :query], clean[:, :, :query])
+
+
+def test_a_query_without_keys_among_others_that_have_them_gives_zero() -> None:
+    indices = drifting_lists()
+    indices[0, [3, 70]] = -1
+    case = case_of(torch.bfloat16, indices)
+    out = sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
+    assert not out[0, :, [3, 70]].any()
+    assert check_sparse_attention(case, backend="cpu").worst <= 1
+
+
+def test_keys_that_are_hidden_from_a_query_may_hold_anything() -> None:
+    indices = drifting_lists()
+    key = 149  # which only the last query may see
+    indices[0, :, -1] = torch.where((indices[0] == key).any(-1), indices[0, :, -1], key)
+    case = case_of(torch.bfloat16, indices)
+    clean = sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
+    case.k[0, :, key] = torch.nan
+    out = sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
+    torch.testing.assert_close(out[:, :, :key], clean[:, :, :key])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("block", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("wrong", "message"), [(TOKENS, "keys from 0 to 149, or -1"), (-2, "keys from 0 to 149, or -1"), (None, "twice")]
+)
+def test_wrong_lists_are_refused(dtype, block, wrong, message) -> None:
+    indices = drifting_lists(block).to(dtype)
+    indices[0, 1, 5] = indices[0, 1, 0] if wrong is None else wrong
+    case = case_of(torch.bfloat16, indices, block)
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(case.q, case.k, case.v, indices, block=block, backend="cpu")
+
+
+def test_a_key_beyond_32_bits_is_refused() -> None:
+    indices = drifting_lists().long()
+    indices[0, 1, 5] = 1 << 32
+    case = case_of(torch.bfloat16, indices)
+    with pytest.raises(ValueError, match="keys from 0 to 149"):
+        sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
