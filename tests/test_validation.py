@@ -227,7 +227,7 @@ def test_bad_weights_are_refused_where_gradients_are_wanted(name: str, no_engine
         attention_kl(**arguments)
 
 
-@pytest.mark.parametrize("wrong", ["another mask", "log2", "unscaled"])
+@pytest.mark.parametrize("wrong", ["another mask", "log2", "unscaled", "far below"])
 @pytest.mark.parametrize("heads", [6, 2])
 def test_a_teacher_lse_that_does_not_normalise_the_teacher_is_refused(wrong: str, heads: int) -> None:
     call = tensors(student_q=torch.randn(2, heads, 10, 8, requires_grad=True), causal=True)
@@ -236,6 +236,7 @@ def test_a_teacher_lse_that_does_not_normalise_the_teacher_is_refused(wrong: str
         "another mask": lambda: attention_lse(q, k),
         "log2": lambda: attention_lse(q, k, causal=True) / math.log(2),
         "unscaled": lambda: attention_lse(q, k, causal=True, scale=1.0),
+        "far below": lambda: attention_lse(q, k, causal=True) - 200,  # probabilities overflow
     }[wrong]()
     attention_kl(**call, teacher_lse=attention_lse(q, k, causal=True))
     with pytest.raises(ValueError, match="so that its probabilities sum to 1: got rows that sum to"):

@@ -49,6 +49,7 @@ def draw(folder: Path) -> Path | None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return None
     if not lines:
@@ -72,7 +73,7 @@ def draw(folder: Path) -> Path | None:
         axes.set(title=title, xlabel="step", yscale="log" if name == "kl" else "linear")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.colorbar(colours, ax=plots, label="layer")
+    figure.colorbar(colours, ax=plots, label="layer", ticks=MaxNLocator(integer=True))
     path = folder / PICTURE
     figure.savefig(path, dpi=110)
     return path

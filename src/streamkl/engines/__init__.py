@@ -92,7 +92,8 @@ class SparseEngine(Protocol):
 
     ``block`` consecutive rows of a sequence share a list of keys (`Support.shared_lists`), which are counted from their
     sequence's first; -1 names none. ``unsupported`` is asked about the problem of the side against itself. One that
-    refuses wrong lists of int32 itself, as ``validation.check_topk`` does, has ``checks_lists = True``.
+    refuses wrong lists of int32 itself, as ``validation.check_topk`` does where all rows belong to a sequence, has
+    ``checks_lists = True``.
     """
 
     def index_topk(

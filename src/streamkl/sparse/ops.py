@@ -71,7 +71,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None, *ke
         raise ValueError(
             f"indices must have {wanted} lists, one for each block of {block} queries: got {indices.shape[1]}"
         )
-    if not getattr(engine, "checks_lists", False) or indices.dtype != torch.int32:
+    packed = keys[0] is not None
+    if packed or indices.dtype != torch.int32 or not getattr(engine, "checks_lists", False):
         validation.check_topk(indices[:, None], support.nk, "indices")
     return engine.sparse_attention(support, side, q, k, v, indices, block)
 

@@ -8,12 +8,18 @@ import pytest
 
 FUZZ = """
 import torch
-from streamkl.testing import check_accuracy, random_case
+from streamkl.testing import check_accuracy, check_sparse_attention
+from streamkl.testing import random_case, random_indexer_case, random_sparse_case
+dtypes = (torch.float32, torch.bfloat16, torch.float16)
 for seed in range(20):
-    for topk in (False, True):
-        tokens = 24 if topk else 96
-        case = random_case(seed, dtypes=(torch.float32, torch.bfloat16, torch.float16), max_tokens=tokens, topk=topk)
-        errors = check_accuracy(case, "cpu")
+    cases = [
+        random_case(seed, dtypes=dtypes, max_tokens=96, topk=False),
+        random_case(seed, dtypes=dtypes, max_tokens=24, topk=True),
+        random_indexer_case(seed, dtypes=dtypes),
+    ]
+    found = [(case, check_accuracy(case, "cpu")) for case in cases]
+    case = random_sparse_case(seed, dtypes=dtypes)
+    for case, errors in [*found, (case, check_sparse_attention(case, "cpu"))]:
         assert errors.worst <= 1, f"{errors}; {case}"
 from streamkl.engines.cpu import products
 print(products())

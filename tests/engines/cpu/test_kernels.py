@@ -70,6 +70,18 @@ def test_keys_that_share_memory_or_lie_far_apart() -> None:
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["two_sweeps", "one_sweep"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [*range(2, 17), 24, 41, 49, 64])
+def test_a_row_that_sees_one_key_has_a_loss_of_exactly_zero(heads: int, dtype: torch.dtype, teacher_lse: bool) -> None:
+    """The mean of any number of ones is 1, and its logarithm 0."""
+    rng = torch.Generator().manual_seed(heads)
+    q, k = torch.randn(1, heads, 1, 64, generator=rng).to(dtype), torch.randn(1, 1, 1, 64, generator=rng).to(dtype)
+    student = torch.randn(1, 1, 1, 32, generator=rng).to(dtype).requires_grad_(teacher_lse)
+    lse = attention_lse(q, k, backend="cpu") if teacher_lse else None
+    assert attention_kl(q, k, student, student.detach(), teacher_lse=lse, backend="cpu").item() == 0.0
+
+
 def test_a_tile_of_logits_that_are_minus_infinity_is_passed_over() -> None:
     q, k = torch.ones(1, 1, 4, 16), torch.ones(1, 1, 600, 16)
     k[:, :, :300] = -float("inf")

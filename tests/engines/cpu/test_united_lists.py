@@ -37,18 +37,51 @@ def test_neighbours_with_and_without_keys_in_common(dtype, block, mask, apart) -
     assert check_sparse_attention(case, backend="cpu").worst <= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_lists_that_are_united_to_more_than_a_tile(dtype, group) -> None:
+    """Of 256 keys. Some queries have none of their keys in the first tiles, and logits rise far along the keys."""
+    rng, tokens = torch.Generator().manual_seed(2), 700
+    k, v = (torch.randn(1, 2, tokens, 64, generator=rng) for _ in range(2))
+    q = torch.randn(1, 2 * group, tokens, 64, generator=rng)
+    k = k * torch.linspace(1.0, 12.0, tokens)[:, None]
+    indices = torch.rand(tokens, tokens, generator=rng).argsort(-1)[:, :300]
+    indices[::5] = torch.where(indices[::5] < 550, -1, indices[::5])
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    masks = {**dict.fromkeys(MASK), "causal": False}
+    case = SparseCase(0, q, k, v, (q, k[:, 0], None), indices[None].int(), 1, 300, None, masks, None)
+    errors = check_sparse_attention(case, backend="cpu")
+    assert errors.worst <= 1, errors
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_a_value_that_is_not_finite_reaches_the_query_that_names_it_alone(dtype, number) -> None:
-    indices = drifting_lists()
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_a_value_that_is_not_finite_reaches_the_query_that_names_it_alone(dtype, number, packed) -> None:
+    """In the second of a batch, or of packed sequences whose keys do not start where their queries do."""
     key, query = 149, 149
-    indices = torch.where(indices == key, -1, indices)
-    case = case_of(dtype, indices)
-    clean = sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
-    indices[0, query, -1], case.v[0, :, key, 3] = key, number
-    out = sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
-    assert not out[0, :, query, 3].isfinite().any()
-    torch.testing.assert_close(out[:, :, :query], clean[:, :, :query])
+    one = case_of(dtype, drifting_lists())
+    indices = torch.where(one.indices == key, -1, one.indices).repeat(2, 1, 1)
+    q, k, v = (x.repeat(2, 1, 1, 1) for x in (one.q, one.k, one.v))
+
+    def attend(indices: Tensor, v: Tensor) -> Tensor:
+        """``[2, heads, tokens, dim]``."""
+        if not packed:
+            return sparse_attention(q, k, v, indices, backend="cpu")
+        ends_q, ends_k = torch.tensor([0, 40, TOKENS + 40]), torch.tensor([0, TOKENS, 2 * TOKENS])
+        first, rest = sparse_attention(
+            torch.cat([q[0, :, :40], q[1]], 1).transpose(0, 1), k.transpose(0, 1).flatten(1, 2).transpose(0, 1),
+            v.transpose(0, 1).flatten(1, 2).transpose(0, 1), torch.cat([indices[0, :40], indices[1]]), causal=True,
+            cu_seqlens_q=ends_q.int(), cu_seqlens_k=ends_k.int(), backend="cpu",
+        ).transpose(0, 1).split([40, TOKENS], 1)  # fmt: skip
+        return torch.stack([torch.cat([first, first.new_zeros(HEADS[0], TOKENS - 40, 40)], 1), rest])
+
+    clean = attend(indices, v)
+    indices[1, query, -1], v[1, :, key, 3] = key, number
+    out = attend(indices, v)
+    assert not out[1, :, query, 3].isfinite().any()
+    out[1, :, query] = clean[1, :, query]
+    torch.testing.assert_close(out, clean)
 
 
 def test_a_query_without_keys_among_others_that_have_them_gives_zero() -> None:

@@ -149,14 +149,7 @@ STREAMKL_INLINE Lanes exponential(Lanes x) {
 #endif
 }
 
-// e^(x - shift), and exactly 1 where x and shift are 0: lowered is shift * log2 e.
-template <Precision precision>
-STREAMKL_INLINE Lanes shifted_exponential(Lanes x, Lanes shift, Lanes lowered) {
-  if constexpr (precision == Precision::kFast) return power_of_two(fma(x, splat(kLog2e), -lowered));
-  return exponential<precision>(x - shift);
-}
-
-// ln x for x > 0: within 2 ulp (kExact), or within 3e-7 of it and ln 1 = 0 (kFast), of numbers that are neither nan nor denormal.
+// ln x for x > 0: within 2 ulp (kExact); or, if it is neither nan nor denormal, within 3e-7 of it, and ln 1 = 0 (kFast).
 template <Precision precision>
 STREAMKL_INLINE Lanes logarithm(Lanes x) {
   if constexpr (precision == Precision::kFast) {
@@ -191,10 +184,14 @@ STREAMKL_INLINE Lanes logarithm(Lanes x) {
   return x != x ? x : fma(e, splat(0.693359375f), f + p);
 }
 
-// x / n to the last bit or the one before it, and exactly where n divides x: r is 1 / n. A division takes five times as long.
+// x / n, where r is 1 / n, and n / n = 1. Without a division, which takes five times as long, if products can be fused.
 STREAMKL_INLINE Lanes divided(Lanes x, Lanes n, Lanes r) {
-  const Lanes quotient = x * r;
-  return fma(fma(-quotient, n, x), r, quotient);
+#ifdef __AVX512F__
+  const Lanes quotient = x * r, rest = fma(-quotient, n, x);
+  return rest == rest ? fma(rest, r, quotient) : quotient;  // inf stays inf
+#else
+  return x / n;
+#endif
 }
 
 // Sixteen floats as bfloat16, to nearest even.

@@ -78,6 +78,8 @@ class SortedLists {
   }
 
   ListedKeys operator[](int64_t n) const { return {sorted_.data() + n * columns_, counts_[n]}; }
+  // How many keys they could name.
+  int64_t places() const { return static_cast<int64_t>(counts_.size()) * columns_; }
 
  private:
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();

@@ -44,13 +44,13 @@ class Target {
  private:
   template <Precision precision, bool relu>
   static void add(const float* x, float* p, const Span& span, float factor, const Normaliser& norm, int64_t i, bool first, int64_t heads) {
-    const Lanes scale = splat(factor), m = norm.m[i], ln_l = norm.ln_l[i], lowered = ln_l * kLog2e;
+    const Lanes scale = splat(factor), m = norm.m[i], ln_l = norm.ln_l[i];
     const Lanes count = splat(static_cast<float>(heads)), inverse = 1.0f / count;  // the last one divides: the mean of ones is 1
     Span all = span;  // p has a value wherever some row of the sixteen sees a key
     all.full_begin = span.begin;
     all.full_end = span.end;
     each_key(all, [&](int64_t j, auto, int) {
-      Lanes value = shifted_exponential<precision>(logit<relu>(load(x + j * kStrip), scale) - m, ln_l, lowered);
+      Lanes value = exponential<precision>((logit<relu>(load(x + j * kStrip), scale) - m) - ln_l);
       if (!first) value += load(p + j * kStrip);
       store(p + j * kStrip, heads == 1 ? value : divided(value, count, inverse));
     });

@@ -4,9 +4,11 @@
 
 #include "shared_lists.h"
 
+#include <ATen/Parallel.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/amin.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
-#include <ATen/ops/sum.h>
 
 #include <utility>
 #include <vector>
@@ -90,18 +92,21 @@ class Uniting {
   std::vector<int32_t> place_;
 };
 
-// The lists of all rows, united where that is cheaper.
+// The lists of all rows, united where that is cheaper and leaves each thread some. Values are looked at as a whole, so lists that name
+// fewer keys than there are stay as they are.
 inline std::vector<UnitedRows> united_rows_of(
     const std::vector<SharedRows>& shared, const SortedLists& lists, const Window& window, int64_t block, int64_t group, const Tensor& v) {
-  const int64_t most = std::max<int64_t>(1, std::min(kUnitedRows, kUnitedProducts / group) / block);
+  int64_t most = std::min(kUnitedRows, kUnitedProducts / group) / block;
+  most = std::min<int64_t>(most, shared.size() * v.size(1) / (2 * at::get_num_threads()));
+  if (lists.places() < v.size(0) * v.size(2)) most = 1;
   std::vector<std::pair<int64_t, int64_t>> runs;  // of lists of one sequence
   for (int64_t n = 0; n < static_cast<int64_t>(shared.size()); n++) {
-    const bool follows = shared[n].i0 > 0 && runs.back().second - runs.back().first < most;
+    const bool follows = n > 0 && shared[n].i0 > 0 && runs.back().second - runs.back().first < most;
     if (follows) runs.back().second++;
     else runs.push_back({n, n + 1});
   }
   const bool some = runs.size() < shared.size();
-  const Tensor finite = some ? v.sum({1, 3}, false, at::kFloat).isfinite() : at::empty({0, 0}, v.options().dtype(at::kBool));
+  const Tensor finite = some ? v.amax({1, 3}).isfinite().logical_and_(v.amin({1, 3}).isfinite()) : at::empty({0, 0}, v.options().dtype(at::kBool));
   std::vector<std::vector<UnitedRows>> found(runs.size());
   on_all_threads(runs.size(), [&](const auto& next) {
     Uniting uniting(shared, lists, window, group, finite);
