@@ -34,6 +34,30 @@ struct ListedKeys {
   int64_t count;
 };
 
+// Keys in any order are marked, and taken by rising key.
+class Marks {
+ public:
+  explicit Marks(int64_t keys) : words_((keys + 63) / 64) {}
+
+  // Whether it was marked already.
+  bool mark(int64_t key) {
+    uint64_t& word = words_[key / 64];
+    const uint64_t bit = uint64_t(1) << key % 64;
+    const bool before = word & bit;
+    word |= bit;
+    return before;
+  }
+  // Visits the marked keys, and leaves none marked.
+  template <typename Visit>
+  void take(const Visit& visit) {
+    for (size_t w = 0; w < words_.size(); w++)
+      for (; words_[w] != 0; words_[w] &= words_[w] - 1) visit(static_cast<int64_t>(w) * 64 + __builtin_ctzll(words_[w]));
+  }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
 // Sorted copies of indices [B, lists, K], one for each of `shared`.
 class SortedLists {
  public:
@@ -42,7 +66,7 @@ class SortedLists {
     const int32_t* from = indices.const_data_ptr<int32_t>();
     std::atomic<int64_t> outside{kNone}, twice{kNone};
     on_all_threads(shared.size(), [&](const auto& next) {
-      std::vector<uint64_t> marks((nk + 63) / 64);
+      Marks marks(nk);
       for (int64_t n; (n = next()) >= 0;) {
         const auto& rows = shared[n];
         const int32_t* named = from + (rows.seq.batch * indices.size(1) + rows.list) * columns_;
@@ -56,19 +80,12 @@ class SortedLists {
             outside = key;
             continue;
           }
-          uint64_t& mark = marks[key / 64];
-          const uint64_t bit = uint64_t(1) << key % 64;
-          if (mark & bit) twice = key;
-          mark |= bit;
+          if (marks.mark(key)) twice = key;
         }
         int64_t count = 0;
-        for (int64_t w = 0; w < static_cast<int64_t>(marks.size()); w++) {
-          for (uint64_t left = marks[w]; left != 0; left &= left - 1) {
-            const int64_t key = w * 64 + __builtin_ctzll(left);
-            if (key >= low && key < high) to[count++] = static_cast<int32_t>(key);
-          }
-          marks[w] = 0;
-        }
+        marks.take([&](int64_t key) {
+          if (key >= low && key < high) to[count++] = static_cast<int32_t>(key);
+        });
         counts_[n] = count;
       }
     });

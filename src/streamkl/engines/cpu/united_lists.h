@@ -37,7 +37,7 @@ class Uniting {
  public:
   Uniting(const std::vector<SharedRows>& shared, const SortedLists& lists, const Window& window, int64_t group, const Tensor& finite)
       : shared_(shared), lists_(lists), window_(window), group_(group), finite_(finite.const_data_ptr<bool>()), nk_(finite.size(1)),
-        marks_((nk_ + 63) / 64), place_(nk_) {}
+        marks_(nk_), place_(nk_) {}
 
   // Unites the lists [first, last) of a sequence where that is cheaper than to attend to each by itself, else those of each half.
   void unite(int64_t first, int64_t last, std::vector<UnitedRows>& to) {
@@ -50,11 +50,10 @@ class Uniting {
     int64_t apart = 0;
     for (int64_t n = first; n < last; n++) {
       apart += lists_[n].count * (kGather + shared_[n].rows * group_);
-      for (int64_t c = 0; c < lists_[n].count; c++) marks_[lists_[n].keys[c] / 64] |= uint64_t(1) << lists_[n].keys[c] % 64;
+      for (int64_t c = 0; c < lists_[n].count; c++) marks_.mark(lists_[n].keys[c]);
     }
     std::vector<int32_t> keys;
-    for (size_t w = 0; w < marks_.size(); w++)
-      for (; marks_[w] != 0; marks_[w] &= marks_[w] - 1) keys.push_back(static_cast<int32_t>(w * 64 + __builtin_ctzll(marks_[w])));
+    marks_.take([&](int64_t key) { keys.push_back(static_cast<int32_t>(key)); });
     const int64_t count = keys.size();
     const bool* finite = finite_ + rows.seq.batch * nk_ + rows.seq.k_start;
     const bool harmless = std::all_of(keys.begin(), keys.end(), [&](int32_t key) { return finite[key]; });
@@ -88,7 +87,7 @@ class Uniting {
   const int64_t group_;
   const bool* const finite_;
   const int64_t nk_;
-  std::vector<uint64_t> marks_;
+  Marks marks_;
   std::vector<int32_t> place_;
 };
 
