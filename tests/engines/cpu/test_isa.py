@@ -8,7 +8,7 @@ import pytest
 
 FUZZ = """
 import torch
-from streamkl.testing import check_accuracy, check_sparse_attention
+from streamkl.testing import check_accuracy, check_index_topk, check_sparse_attention
 from streamkl.testing import random_case, random_indexer_case, random_sparse_case
 dtypes = (torch.float32, torch.bfloat16, torch.float16)
 for seed in range(20):
@@ -19,6 +19,7 @@ for seed in range(20):
     ]
     found = [(case, check_accuracy(case, "cpu")) for case in cases]
     case = random_sparse_case(seed, dtypes=dtypes)
+    check_index_topk(case, "cpu")
     for case, errors in [*found, (case, check_sparse_attention(case, "cpu"))]:
         assert errors.worst <= 1, f"{errors}; {case}"
 from streamkl.engines.cpu import products

@@ -9,94 +9,102 @@
 namespace streamkl::cpu {
 
 // Scores as whole numbers in the same order; -0 is 0.
-STREAMKL_INLINE Words ordered(Lanes x) {
-  const Words bits = bits_of<Words>(x + 0.0f);
-  const Words negative = bits_of<Words>(bits_of<Ints>(bits) >> 31);
-  return bits ^ (negative | 0x80000000u);
+STREAMKL_INLINE Ints ordered(Lanes x) {
+  const Ints bits = bits_of<Ints>(x + 0.0f);
+  return bits ^ (bits >> 31 & 0x7fffffff);
 }
 
 class TopK {
  public:
-  explicit TopK(int64_t topk) : topk_(topk), best_(topk), other_(topk) {}
+  explicit TopK(int64_t topk) : topk_(topk), values_(topk + kLanes), places_(topk + kLanes), best_(topk), other_(topk) {}
 
   // Writes topk keys, first + their places in scores[count], then -1. Scores of -inf are none; scores[count ... ] up to
   // whole lanes is overwritten.
   void select(float* scores, int64_t count, int64_t first, int32_t* keys) {
     std::fill(scores + count, scores + round_up(count, kLanes), -kInf);
-    uint32_t* values = reinterpret_cast<uint32_t*>(scores);
+    int32_t* values = reinterpret_cast<int32_t*>(scores);
     for (int64_t j = 0; j < count; j += kLanes) store(values + j, ordered(load(scores + j)));
-    const uint32_t least = threshold(values, count);
+    int32_t highest = kNone;
+    for (int64_t j = 0; j < count; j++) highest = std::max(highest, values[j]);
+    const int32_t least = threshold(values, count, highest);
     const int64_t found = collect(values, count, least);
-    sort(found);
-    for (int64_t n = 0; n < found; n++) keys[n] = static_cast<int32_t>(first + best_[n].place);
+    sort(found, highest);
+    for (int64_t n = 0; n < found; n++) keys[n] = static_cast<int32_t>(first + static_cast<uint32_t>(best_[n]));
     std::fill(keys + found, keys + topk_, -1);
   }
 
  private:
-  static constexpr uint32_t kNone = 0x007fffffu;  // what -inf is as a whole number
-  static constexpr int kDigit = 11, kDigits = 3;
-  static constexpr uint32_t kRange = 1u << kDigit;
-  using Counts = std::array<int32_t, kRange>;
+  static constexpr int32_t kNone = static_cast<int32_t>(0x807fffffu);  // what -inf is as a whole number
+  static constexpr int kDigit = 8;
 
-  struct Entry {
-    uint32_t value;
-    int32_t place;
-  };
-
-  static uint32_t digit(uint32_t value, int n) { return value >> n * kDigit & (kRange - 1); }
-
-  // The value of the last one that gets a place, or kNone + 1 if there is room for all: digit by digit from the top.
-  uint32_t threshold(const uint32_t* values, int64_t count) {
-    uint32_t prefix = 0;
-    int64_t room = topk_;
-    const uint32_t* from = values;
-    for (int n = kDigits - 1; n >= 0; n--) {
-      counts_.fill(0);
-      for (int64_t j = 0; j < count; j++) counts_[digit(from[j], n)]++;
-      uint32_t at = kRange - 1;
-      while (at > 0 && counts_[at] < room) room -= counts_[at--];
-      prefix |= at << n * kDigit;
-      if (n == 0) break;
-      same_.resize(count);
-      int64_t same = 0;
-      for (int64_t j = 0; j < count; j++) {
-        same_[same] = from[j];
-        same += digit(from[j], n) == at;
-      }
-      from = same_.data();
-      count = same;
-    }
-    return std::max(prefix, kNone + 1);
+  static int64_t above(const int32_t* values, int64_t count, int32_t least) {
+    int32_t n = 0;
+    for (int64_t j = 0; j < count; j++) n += values[j] > least;
+    return n;
   }
 
-  // All above the least, and of those equal to it the first ones, in the order of their places.
-  int64_t collect(const uint32_t* values, int64_t count, uint32_t least) {
-    int64_t above = 0;
-    for (int64_t j = 0; j < count; j++) above += values[j] > least;
-    int64_t room = topk_ - above, found = 0;
-    for (int64_t j = 0; j < count; j++) {
-      if (values[j] < least || (values[j] == least && room-- <= 0)) continue;
-      best_[found++] = {values[j], static_cast<int32_t>(j)};
+  // All above it get a place; the places that are left are for those equal to it. Halving the range, which a count of
+  // topk above ends early.
+  int32_t threshold(const int32_t* values, int64_t count, int32_t highest) const {
+    if (above(values, count, kNone) <= topk_) return kNone;
+    int64_t low = kNone, high = highest;  // more than topk above the one, at most topk above the other
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2, n = above(values, count, static_cast<int32_t>(middle));
+      if (n == topk_) return static_cast<int32_t>(middle);
+      (n > topk_ ? low : high) = middle;
     }
-    return found;
+    return static_cast<int32_t>(high);
+  }
+
+  // Adds those that are taken to the found ones, sixteen at once: some more than topk are written, and not counted.
+  template <typename Taken>
+  int64_t collect(const int32_t* values, int64_t count, int64_t found, const Taken& taken) {
+    for (int64_t j = 0; j < count && found < topk_; j += kLanes) {
+#ifdef __AVX512F__
+      const Ints value = load<Ints>(values + j);
+      const __mmask16 mask = _mm512_movepi32_mask((__m512i)taken(value));
+      store(values_.data() + found, _mm512_maskz_compress_epi32(mask, (__m512i)value));
+      store(places_.data() + found, _mm512_maskz_compress_epi32(mask, (__m512i)(iota() + static_cast<int32_t>(j))));
+      found += __builtin_popcount(mask);
+#else
+      for (int64_t i = j; i < j + kLanes; i++) {
+        values_[found] = values[i];
+        places_[found] = static_cast<int32_t>(i);
+        found += taken(values[i]);
+      }
+#endif
+    }
+    return std::min(found, topk_);
+  }
+
+  // Those above the least in the order of their places, then the first ones equal to it.
+  int64_t collect(const int32_t* values, int64_t count, int32_t least) {
+    const int64_t found = collect(values, count, 0, [&](auto value) { return value > least; });
+    return least == kNone ? found : collect(values, count, found, [&](auto value) { return value == least; });
   }
 
   // By falling value; equal ones keep their order.
-  void sort(int64_t found) {
-    for (int n = 0; n < kDigits; n++) {
-      counts_.fill(0);
-      for (int64_t i = 0; i < found; i++) counts_[digit(~best_[i].value, n)]++;
+  void sort(int64_t found, int32_t highest) {
+    uint32_t span = 0;
+    for (int64_t i = 0; i < found; i++) {
+      const uint32_t below = static_cast<uint32_t>(highest) - static_cast<uint32_t>(values_[i]);
+      span |= below;
+      best_[i] = static_cast<uint64_t>(below) << 32 | static_cast<uint32_t>(places_[i]);
+    }
+    for (int shift = 32; span != 0; shift += kDigit, span >>= kDigit) {
+      const auto digit = [&](uint64_t entry) { return entry >> shift & ((1u << kDigit) - 1); };
+      std::array<int32_t, 1 << kDigit> counts{};
+      for (int64_t i = 0; i < found; i++) counts[digit(best_[i])]++;
       int32_t start = 0;
-      for (auto& c : counts_) c = std::exchange(start, start + c);
-      for (int64_t i = 0; i < found; i++) other_[counts_[digit(~best_[i].value, n)]++] = best_[i];
+      for (auto& c : counts) c = std::exchange(start, start + c);
+      for (int64_t i = 0; i < found; i++) other_[counts[digit(best_[i])]++] = best_[i];
       std::swap(best_, other_);
     }
   }
 
   const int64_t topk_;
-  Counts counts_;
-  std::vector<uint32_t> same_;
-  std::vector<Entry> best_, other_;
+  std::vector<int32_t> values_, places_;
+  std::vector<uint64_t> best_, other_;  // how far below the highest, and a place
 };
 
 }  // namespace streamkl::cpu
