@@ -108,3 +108,17 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     result = bench("plot", str(tmp_path / "bench.jsonl"))
     assert result.exit_code == 1
     assert "pip install 'streamkl[bench]'" in result.output
+
+
+def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
+    result = bench("distill", "--model", str(tmp_path / "nowhere"), "--length", "64", "128")
+    assert result.exit_code == 1
+    assert "nowhere" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_step_of_distillation_needs_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = bench("distill", "--model", str(tmp_path))
+    assert result.exit_code == 1
+    assert "pip install 'streamkl[hf]'" in result.output

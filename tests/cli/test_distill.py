@@ -56,8 +56,8 @@ def test_flags_and_a_yaml_file_mean_the_same_and_flags_come_first(told: list[Set
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "model, text, output must be given"),
-        (["--model", "m", "--output", "o"], "text must be given"),
+        ([], "must be given: model (a folder, or a name on the hub), text ("),
+        (["--model", "m", "--output", "o"], "must be given: text ("),
         ([*FLAGS, "--init", "best"], "init must be one of plain, teacher: got 'best'"),
         ([*FLAGS, "--length", "0"], "length must be at least 1: got 0"),
         ([*FLAGS, "--seed", "-1"], "seed must be at least 0: got -1"),

@@ -59,11 +59,11 @@ def doctor() -> None:
     sys.exit(run())
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def kernels(
-    target: list[str] = typer.Option([], help="Only this target, e.g. sm_90; may be given several times."),  # noqa: B008
-    kind: list[str] = typer.Option([], help="Only this kind of kernel, e.g. paired; may be given several times."),  # noqa: B008
-    dim: list[int] = typer.Option([], help="Only teachers with heads of this width; may be given several times."),  # noqa: B008
+    target: list[str] = typer.Option([], help="Only this target, such as sm_90; one or several."),  # noqa: B008
+    kind: list[str] = typer.Option([], help="Only this kind of kernel, such as paired; one or several."),  # noqa: B008
+    dim: list[int] = typer.Option([], help="Only teachers with heads of this width; one or several."),  # noqa: B008
     quick: bool = typer.Option(False, help="Head dim 128 on four targets, 64 on two of them, as in CI."),
     check: bool = typer.Option(False, help="Exit with 1 if a kernel is over its budget."),
     output: Path | None = typer.Option(None, help="Write the figures to this file too, .json or .md."),  # noqa: B008

@@ -12,6 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from streamkl.cli.many import ManyValues
+
 if TYPE_CHECKING:
     from streamkl.bench.records import Record
     from streamkl.bench.suites import Suite
@@ -20,7 +22,7 @@ app = typer.Typer(help="Measures speed, memory and error against attention and t
 SUITES = typer.Argument(None, help="forward, training, eager, dtypes, threads, long, memory, models.")
 RESULTS = typer.Option(Path("bench.jsonl"), help="Where results are added, a line each.")
 DIRECTORY = typer.Option(Path(), help="The directory that the pictures are written to.")
-LENGTHS = typer.Option([2048, 4096, 8192], help="Tokens of a sequence; may be given several times.")
+LENGTHS = typer.Option([2048, 4096, 8192], help="Tokens of a sequence; one or several.")
 FILE = typer.Argument(help="Results, as `streamkl bench run` writes them.", exists=True, dir_okay=False)
 
 
@@ -75,7 +77,7 @@ def run(
     console.print(f"Results are in {output}.", highlight=False)
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def distill(
     model: str = typer.Option(..., help="The folder of a model."),
     length: list[int] = LENGTHS,
@@ -100,7 +102,9 @@ def distill(
     console = _console()
     try:
         costs = bench.run(model, sorted(length), materialised_up_to, seconds, heads, head_dim)
-    except (RedGateError, RuntimeError, ValueError) as error:
+    except ImportError as error:
+        sys.exit(f"a model runs through transformers: pip install 'streamkl[hf]' ({error})")
+    except (RedGateError, RuntimeError, ValueError, OSError) as error:
         sys.exit(str(error))
     table = Table(title="A distillation step, bfloat16", title_justify="left", box=box.SIMPLE)
     for column in ("tokens", "call", "seconds", "times forward", "extra MB", "over forward, MB"):
@@ -160,10 +164,10 @@ def plot(
         typer.echo(str(path))
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def prefill(
     model: str = typer.Argument(help="A folder with a checkpoint, or Qwen3-0.6B or Qwen3-8B for its shape."),
-    tokens: list[int] = typer.Option([8192], help="Length of the prompt; may be given several times."),  # noqa: B008
+    tokens: list[int] = typer.Option([8192], help="Length of the prompt; one or several."),  # noqa: B008
     layers: int = typer.Option(0, help="How many of the model's layers; all if not given."),
     selector: str = typer.Option("indexer", help="indexer, oracle or window."),
     indexers: str = typer.Option("", help="A folder of indexers; untrained ones if not given."),

@@ -62,7 +62,7 @@ def run(settings: Settings) -> None:
         from streamkl.distillation.run import distill
         from streamkl.distillation.trainer import NotFiniteError
     except ImportError as error:
-        sys.exit(f"{error}\ndistillation needs transformers and accelerate: pip install 'streamkl[hf]'")
+        sys.exit(f"distillation needs transformers and accelerate: pip install 'streamkl[hf,bench]' ({error})")
     output, is_first = Path(settings.output), int(os.environ.get("RANK", "0")) == 0
     try:
         if settings.dry_run:

@@ -96,7 +96,8 @@ class Settings:
     def __post_init__(self) -> None:
         missing = [name for name in ("model", "text", "output") if not getattr(self, name)]
         if missing:
-            raise ValueError(f"{', '.join(missing)} must be given: {'; '.join(NEEDED[name] for name in missing)}")
+            told = ", ".join(f"{name} ({NEEDED[name]})" for name in missing)
+            raise ValueError(f"settings without a default must be given: {told}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}: got {getattr(self, name)!r}")
