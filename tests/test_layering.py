@@ -183,7 +183,7 @@ DISTILLATION = {
     "layer": {"api", "indexer", "sparse", FAMILIES},
     "model": {"api", "distillation", "distillation.layer", FAMILIES, KEPT},
     "indexers": {"distillation.settings", "indexer", FAMILIES, KEPT},
-    "packing": {"text"},
+    "packing": {"distillation.settings", "text"},
     "needles": set(),
     "samples": {"distillation"},
     "checkpoints": set(),

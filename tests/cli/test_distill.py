@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_flags_and_a_yaml_file_mean_the_same_and_flags_come_first(told: list[Set
     [
         ([], "must be given: model (a folder, or a name on the hub), text ("),
         (["--model", "m", "--output", "o"], "must be given: text ("),
+        ([*FLAGS, "--length", "64", "--topk", "65"], "topk must be at most the length, 64: got 65"),
         ([*FLAGS, "--init", "best"], "init must be one of plain, teacher: got 'best'"),
         ([*FLAGS, "--length", "0"], "length must be at least 1: got 0"),
         ([*FLAGS, "--seed", "-1"], "seed must be at least 0: got -1"),
@@ -106,8 +108,19 @@ def test_an_interrupted_run_says_how_to_go_on(
     monkeypatch.setattr("streamkl.distillation.run.distill", interrupted)
     last = tmp_path / "checkpoint-4" if checkpoint else None
     monkeypatch.setattr("streamkl.distillation.checkpoints.latest", lambda folder: last)
-    result = call("--model", "m", "--text", "t", "--output", str(tmp_path), "--resume")
+    (tmp_path / "t.txt").write_text("a text")
+    result = call("--model", "m", "--text", str(tmp_path / "t.txt"), "--output", str(tmp_path), "--resume")
     assert result.exit_code == 130
+    assert "There is no folder m here: it is looked for on the hub." in result.output
     assert said in result.output
-    begun = f"From {last} on" if checkpoint else "has no complete checkpoint: starting at the first step"
+    begun = f"checkpoint is {last}" if checkpoint else "has no complete checkpoint: starting at the first step"
     assert begun in result.output.replace("\n", "")
+
+
+def test_a_text_that_is_not_there_is_said_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "streamkl.distillation.run", None)
+    result = call("--model", str(tmp_path), "--text", "nowhere.txt", "--output", str(tmp_path / "run"))
+    assert result.exit_code == 1
+    assert "there is no file nowhere.txt" in result.output + str(result.exception)

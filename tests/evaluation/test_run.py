@@ -210,8 +210,9 @@ def test_a_line_of_200_mb_is_evaluated(model_folder: Path, tmp_path: Path) -> No
         for _ in range(200):
             file.write(line)
     few = ("--tasks", "needle", "--selectors", "window", "--contexts", "1", "--layer-segments", "0")
-    code, said = command("oracle", model_folder, path, tmp_path / "report", *few)
+    code, said = command("oracle", model_folder, path, tmp_path / "report", *few, "--budgets", "32", "256")
     assert code == 0, said
+    assert "256 tokens: lists of 256 keys are dense attention, and left out." in said
 
 
 def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp_path: Path) -> None:
@@ -226,6 +227,8 @@ def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp
         (("--blocks", "512"), "a block of 512 queries is longer than 256 tokens"),
         (("--output", str(book)), "is a file: it names a folder"),
         (("--indexers", str(book.parent)), "has no complete.json"),
+        (("--indexers", "nowhere/indexers"), "--indexers nowhere/indexers: there is no such folder"),
+        (("--text", "nowhere.txt"), "there is no file nowhere.txt"),
         (("--lengths", "513"), "more than the 512 that the model was made for"),
     ):
         code, said = command("evaluate", model_folder, book, tmp_path / "report", *more)

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from streamkl.cli.hub import tell_of_hub
 from streamkl.cli.many import ManyValues
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def distill(
     if threads:
         torch.set_num_threads(threads)
     console = _console()
+    tell_of_hub(model)
     try:
         costs = bench.run(model, sorted(length), materialised_up_to, seconds, heads, head_dim)
     except ImportError as error:

@@ -13,7 +13,9 @@ from typing import Any, get_type_hints
 
 import typer
 
-from streamkl.distillation.settings import Settings, helps
+from streamkl.cli.hub import tell_of_hub
+from streamkl.distillation.settings import DATASET, Settings, helps
+from streamkl.text import files
 
 
 def command() -> Callable[..., None]:
@@ -56,6 +58,13 @@ def command() -> Callable[..., None]:
 
 def run(settings: Settings) -> None:
     """Trains, or says what it would take; what a user can mend ends in a message, not in a traceback."""
+    tell_of_hub(settings.model)
+    try:  # before transformers is loaded, which takes a while
+        for source in settings.text:
+            if not source.startswith(DATASET):
+                files([source])
+    except ValueError as error:
+        sys.exit(str(error))
     try:
         from streamkl.distillation import checkpoints, curves
         from streamkl.distillation.checkpoints import CheckpointError
@@ -69,13 +78,14 @@ def run(settings: Settings) -> None:
             from streamkl.distillation.estimate import estimate
 
             typer.echo(estimate(settings))
+            _tell_of_short_lists(settings)
             return
         if settings.resume and is_first:
             last = checkpoints.latest(output)
             told = (
                 f"{output} has no complete checkpoint: starting at the first step"
                 if last is None
-                else f"From {last} on"
+                else f"The last complete checkpoint is {last}"
             )
             typer.echo(f"{told}.", err=True)
         result = distill(settings)
@@ -92,17 +102,21 @@ def run(settings: Settings) -> None:
         shown = (f"{text} {line[name]:.3g}" for name, text in curves.FIGURES.items() if line.get(name) is not None)
         typer.echo(f"Step {line['step']}, means over layers: {', '.join(shown)}.")
     typer.echo(f"Indexers are in {result.indexers}, to select {settings.measured} keys for {settings.block} queries.")
-    if settings.measured <= settings.block:
-        typer.echo(
-            "So short a list holds the keys of its own queries and no others: choose more keys, or a smaller block, "
-            "where they are used."
-        )
+    _tell_of_short_lists(settings)
     if result.model is not None:
         typer.echo(f"The model with them is in {result.model}.")
     if result.curves is not None:
         typer.echo(f"Curves are in {result.curves}.")
     if result.skipped:
         typer.echo(f"{result.skipped} steps were skipped because their gradients were not finite.")
+
+
+def _tell_of_short_lists(settings: Settings) -> None:
+    if settings.measured <= settings.block:
+        typer.echo(
+            f"A list of {settings.measured} keys for {settings.block} queries holds the keys of its own queries and no "
+            f"others: choose more keys, or a smaller block, where the indexers are used."
+        )
 
 
 def _stopped(last: Path | None, settings: Settings) -> str:

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from streamkl.cli.hub import tell_of_hub
+from streamkl.text import files
+
 Model = Annotated[str, typer.Argument(help="A model of transformers: a folder, or a name.")]
 Text = Annotated[list[Path], typer.Option(help="Files of text or JSON lines, or folders of them.")]
 Tasks = Annotated[list[str], typer.Option(help="needle, multikey, tracking, perplexity.")]
@@ -93,8 +96,15 @@ def _run(**given: Any) -> int:
     console = Console(stderr=True)
     try:
         plan, names = _plan(given)
+        files(given["text"])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    tell_of_hub(given["model"])
+    for length in plan.lengths:
+        left_out = sorted({budget for budget in plan.budgets if budget >= length})
+        if left_out and plan.methods(length)[1:]:
+            shown = ", ".join(map(str, left_out))
+            console.print(f"{length:,} tokens: lists of {shown} keys are dense attention, and left out.")
     try:
         import torch
 
@@ -234,6 +244,9 @@ def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
     for name in ("dense", *SELECTORS):
         if name in names:
             raise ValueError(f"--indexers {names[name]} has the name of another method: rename the folder")
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"--indexers {path}: there is no such folder")
     numbers = {name: tuple(given[name]) for name in ("tasks", "lengths", "budgets", "blocks")}
     rest = {name: given[name] for name in ("contexts", "segments", "layer_segments", "seed")}
     return Plan(**numbers, selectors=(*given["selectors"], *names), **rest), names

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from streamkl.distillation.settings import DATASET
 from streamkl.text import TextError, documents
 
-DATASET = "dataset:"
-"""What a source of the ``datasets`` library begins with: ``dataset:NAME`` or ``dataset:NAME@SPLIT``."""
 PART = 1 << 17
 """How many characters are tokenized at a time."""
 

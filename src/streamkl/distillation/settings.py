@@ -6,6 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+DATASET = "dataset:"
+"""What a source of the ``datasets`` library begins with: ``dataset:NAME`` or ``dataset:NAME@SPLIT``."""
+
 CHOICES = {
     "dtype": ("bfloat16", "float16", "float32"),
     "init": ("plain", "teacher"),
@@ -104,6 +107,8 @@ class Settings:
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}: got {getattr(self, name)}")
+        if self.topk > self.length:
+            raise ValueError(f"topk must be at most the length, {self.length}: got {self.topk}")
         if not 0 <= self.needles <= 1:
             raise ValueError(f"needles must be from 0 to 1: got {self.needles}")
         for name in ("lr", "answer_weight"):

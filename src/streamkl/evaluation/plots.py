@@ -25,6 +25,8 @@ MORE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 NAMES = {"oracle": "oracle", "window": "window + sinks", "random": "random"}
 TASKS = {"needle": "needle", "multikey": "multi-key needle", "tracking": "variable tracking"}
 PANELS = {"recall": "recall of the oracle's keys", "mass": "attention mass on listed keys"}
+TICKS = 7
+"""Times beside an axis, at most, where there are any."""
 GAPS = {"oracle": "oracle gap", "indexer": "indexer gap", "realization": "realization gap"}
 
 
@@ -175,7 +177,7 @@ def _grid(
         axes.grid(alpha=0.3)
         if length == lengths[0]:
             axes.set_title("perplexity" if task == "perplexity" else TASKS.get(task, task), fontsize=9)
-        name = "over dense (%)" if task == "perplexity" else "right (%)"
+        name = "over dense (%), less is better" if task == "perplexity" else "right (%), more is better"
         axes.set_ylabel(f"{length:,} tokens\n{name}" if task == tasks[0] else name)
     return picture, grid
 
@@ -228,9 +230,12 @@ def _interval(axes: Axes, x: float, e: Estimate, colour: str) -> None:
 
 
 def _seconds_axis(axes: Axes, seconds: list[float]) -> None:
-    """Ticks at round times within what was measured."""
+    """Ticks at round times within what was measured, as many as have room."""
     low, high = min(seconds) / 1.4, max(seconds) * 1.4
-    ticks = [m * 10.0**e for e in range(-4, 5) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
+    ticks: list[float] = []
+    for steps in ((1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)):
+        finer = [m * 10.0**e for e in range(-4, 5) for m in steps if low <= m * 10.0**e <= high]
+        ticks = finer if len(finer) <= TICKS or not ticks else ticks
     axes.set_xlim(low, high)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()

@@ -112,7 +112,8 @@ def where(facts: dict[str, str]) -> str:
 def _table(shown: list[Figure]) -> Table:
     """A row for each length and method of one task."""
     is_rate = shown[0].change_last is None
-    head = ["tokens", "method", "contexts", "right" if is_rate else "perplexity", "against dense", "first token"]
+    head = ["tokens", "method", *(("contexts", "right") if is_rate else ("passages", "perplexity"))]
+    head += ["against dense", "first token"]
     if not is_rate:
         head.insert(5, "against dense, last rows")
     rows = []
@@ -159,7 +160,8 @@ def _layer_table(layers: list[LayerFigure]) -> list[str]:
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
-    marks = ["---:" if n != 1 else "---" for n in range(len(head))]
+    is_number = [all(cell[:1] in "+-0123456789" for cell in column) for column in zip(*rows, strict=True)]
+    marks = ["---:" if right else "---" for right in is_number]
     return [f"| {' | '.join(row)} |" for row in (head, marks, *rows)]
 
 
