@@ -25,6 +25,8 @@ MORE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 NAMES = {"oracle": "oracle", "window": "window + sinks", "random": "random"}
 TASKS = {"needle": "needle", "multikey": "multi-key needle", "tracking": "variable tracking"}
 PANELS = {"recall": "recall of the oracle's keys", "mass": "attention mass on listed keys"}
+BESIDE = ((4, 4), (4, -10), (-16, 4), (-16, -10), (4, 12), (-16, 12), (-6, 20), (4, -18), (-16, -18))
+"""Where a number may stand beside its point, in points, the best places first."""
 TICKS = 7
 """Times beside an axis, at most, where there are any."""
 GAPS = {"oracle": "oracle gap", "indexer": "indexer gap", "realization": "realization gap"}
@@ -83,22 +85,47 @@ def frontier(figures: list[Figure]) -> Picture | None:
         for selector, block in dict.fromkeys((f.method.selector, f.method.block) for f in here if f.method != DENSE):
             points = sorted((f for f in here if (f.method.selector, f.method.block) == (selector, block)), key=_budget)
             _line(axes, [f.seconds for f in points], [_shown(f) for f in points], points[0].method, figures)
-            for f in (points[0], points[-1])[: len(points)]:
-                at = (f.seconds, _shown(f).value)
-                colour = _style(f.method, figures)[0]
-                axes.annotate(
-                    str(f.method.topk), at, textcoords="offset points", xytext=(4, 4), fontsize=7, color=colour
-                )
         for f in here:
             if f.method == DENSE:
                 axes.plot(f.seconds, _shown(f).value, "*", color="black", markersize=12, label="dense", zorder=5)
                 axes.axvline(f.seconds, color="black", linewidth=0.8, linestyle=":")
         _dense(axes, here, task, label=None)
+        if task != "perplexity":
+            axes.set_ylim(-3, 116)  # budgets stand above the best
         axes.set_xscale("log")
         _seconds_axis(axes, [f.seconds for f in here])
         if length == lengths[-1]:
             axes.set_xlabel("time to first token (s)")
-    return _finish(picture, grid, "Quality against time to first token (the numbers are budgets)")
+    finished = _finish(picture, grid, "Quality against time to first token (the numbers are budgets)")
+    finished.draw_without_rendering()  # places the panels
+    for task, length, axes in grid:
+        _name_budgets(axes, [f for f in figures if (f.task, f.length) == (task, length) and f.method != DENSE], figures)
+    return finished
+
+
+def _name_budgets(axes: Axes, here: list[Figure], figures: list[Figure]) -> None:
+    """Writes the smallest and the largest budget of each line beside its point, where there is room for it."""
+    lines: dict[tuple[str, int], list[Figure]] = {}
+    for f in sorted(here, key=_budget):
+        lines.setdefault((f.method.selector, f.method.block), []).append(f)
+    ends = [f for line in lines.values() for f in (line[0], line[-1])[: len(line)]]
+    to_points = 72 / axes.figure.dpi
+    places = {id(f): axes.transData.transform((f.seconds, _shown(f).value)) * to_points for f in here}
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places.values()]
+    for f in sorted(ends, key=lambda f: f.seconds):
+        (x, y), text = places[id(f)], str(f.method.topk)
+        boxes = [(x + dx, y + dy, x + dx + 4.5 * len(text), y + dy + 6) for dx, dy in BESIDE]
+        free = (n for n, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken))
+        n = next(free, 0)
+        taken.append(boxes[n])
+        axes.annotate(
+            text, (f.seconds, _shown(f).value), textcoords="offset points", xytext=BESIDE[n], fontsize=7,
+            color=_style(f.method, figures)[0],
+        )  # fmt: skip
+
+
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def gap_bars(gaps: list[Gap]) -> Picture | None:
