@@ -97,6 +97,16 @@ def test_an_interrupted_run_reports_what_it_did_and_ends_as_if_it_had_not_been(
     assert found[0] == found[1]
 
 
+def test_a_length_without_results_of_a_task_has_an_empty_panel(model_folder: Path, book: Path, tmp_path: Path) -> None:
+    output = tmp_path / "report"
+    few = ("--selectors", "window", "--contexts", "1", "--segments", "1", "--layer-segments", "0")
+    assert command("oracle", model_folder, book, output, *few, "--tasks", "needle", "--lengths", "320")[0] == 0
+    code, said = command("oracle", model_folder, book, output, *few, "--tasks", "perplexity")
+    assert code == 0, said
+    assert (output / "frontier.png").exists()
+    assert {(r.task, r.length) for r in read(output)[1]} == {("needle", 256), ("needle", 320), ("perplexity", 256)}
+
+
 def test_a_run_of_something_else_is_refused(model_folder: Path, book: Path, tmp_path: Path) -> None:
     output = tmp_path / "report"
     few = ("--tasks", "needle", "--selectors", "window", "--contexts", "1", "--layer-segments", "0")
@@ -229,6 +239,7 @@ def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp
         (("--indexers", str(book.parent)), "has no complete.json"),
         (("--indexers", "nowhere/indexers"), "--indexers nowhere/indexers: there is no such folder"),
         (("--text", "nowhere.txt"), "there is no file nowhere.txt"),
+        (("--text", 300 * "n"), "File name too long"),
         (("--lengths", "513"), "more than the 512 that the model was made for"),
     ):
         code, said = command("evaluate", model_folder, book, tmp_path / "report", *more)

@@ -101,8 +101,8 @@ def distill(
     if threads:
         torch.set_num_threads(threads)
     console = _console()
-    tell_of_hub(model)
     try:
+        tell_of_hub(model)
         costs = bench.run(model, sorted(length), materialised_up_to, seconds, heads, head_dim)
     except ImportError as error:
         sys.exit(f"a model runs through transformers: pip install 'streamkl[hf]' ({error})")
@@ -166,10 +166,10 @@ def plot(
         typer.echo(str(path))
 
 
-@app.command(cls=ManyValues)
+@app.command()
 def prefill(
     model: str = typer.Argument(help="A folder with a checkpoint, or Qwen3-0.6B or Qwen3-8B for its shape."),
-    tokens: list[int] = typer.Option([8192], help="Length of the prompt; one or several."),  # noqa: B008
+    tokens: list[int] = typer.Option([8192], help="Length of the prompt; may be given several times."),  # noqa: B008
     layers: int = typer.Option(0, help="How many of the model's layers; all if not given."),
     selector: str = typer.Option("indexer", help="indexer, oracle or window."),
     indexers: str = typer.Option("", help="A folder of indexers; untrained ones if not given."),

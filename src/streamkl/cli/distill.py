@@ -58,12 +58,15 @@ def command() -> Callable[..., None]:
 
 def run(settings: Settings) -> None:
     """Trains, or says what it would take; what a user can mend ends in a message, not in a traceback."""
-    tell_of_hub(settings.model)
+    output, is_first = Path(settings.output), int(os.environ.get("RANK", "0")) == 0
     try:  # before transformers is loaded, which takes a while
         for source in settings.text:
             if not source.startswith(DATASET):
                 files([source])
-    except ValueError as error:
+        if is_first:
+            tell_of_hub(settings.model)
+            _tell_of_long_lists(settings)
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
     try:
         from streamkl.distillation import checkpoints, curves
@@ -72,7 +75,6 @@ def run(settings: Settings) -> None:
         from streamkl.distillation.trainer import NotFiniteError
     except ImportError as error:
         sys.exit(f"distillation needs transformers and accelerate: pip install 'streamkl[hf,bench]' ({error})")
-    output, is_first = Path(settings.output), int(os.environ.get("RANK", "0")) == 0
     try:
         if settings.dry_run:
             from streamkl.distillation.estimate import estimate
@@ -109,6 +111,14 @@ def run(settings: Settings) -> None:
         typer.echo(f"Curves are in {result.curves}.")
     if result.skipped:
         typer.echo(f"{result.skipped} steps were skipped because their gradients were not finite.")
+
+
+def _tell_of_long_lists(settings: Settings) -> None:
+    if settings.measured >= settings.length:
+        typer.echo(
+            f"Recall and mass say nothing: lists of {settings.measured} keys hold all of {settings.length} tokens.",
+            err=True,
+        )
 
 
 def _tell_of_short_lists(settings: Settings) -> None:

@@ -97,9 +97,9 @@ def _run(**given: Any) -> int:
     try:
         plan, names = _plan(given)
         files(given["text"])
-    except ValueError as error:
+        tell_of_hub(given["model"])
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
-    tell_of_hub(given["model"])
     for length in plan.lengths:
         left_out = sorted({budget for budget in plan.budgets if budget >= length})
         if left_out and plan.methods(length)[1:]:

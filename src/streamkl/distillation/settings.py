@@ -107,8 +107,6 @@ class Settings:
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}: got {getattr(self, name)}")
-        if self.topk > self.length:
-            raise ValueError(f"topk must be at most the length, {self.length}: got {self.topk}")
         if not 0 <= self.needles <= 1:
             raise ValueError(f"needles must be from 0 to 1: got {self.needles}")
         for name in ("lr", "answer_weight"):

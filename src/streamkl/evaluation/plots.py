@@ -93,20 +93,21 @@ def frontier(figures: list[Figure]) -> Picture | None:
         if task != "perplexity":
             axes.set_ylim(-3, 116)  # budgets stand above the best
         axes.set_xscale("log")
-        _seconds_axis(axes, [f.seconds for f in here])
+        if here:  # a run that was stopped has panels without results
+            _seconds_axis(axes, [f.seconds for f in here])
         if length == lengths[-1]:
             axes.set_xlabel("time to first token (s)")
     finished = _finish(picture, grid, "Quality against time to first token (the numbers are budgets)")
     finished.draw_without_rendering()  # places the panels
     for task, length, axes in grid:
-        _name_budgets(axes, [f for f in figures if (f.task, f.length) == (task, length) and f.method != DENSE], figures)
+        _name_budgets(axes, [f for f in figures if (f.task, f.length) == (task, length)], figures)
     return finished
 
 
 def _name_budgets(axes: Axes, here: list[Figure], figures: list[Figure]) -> None:
     """Writes the smallest and the largest budget of each line beside its point, where there is room for it."""
     lines: dict[tuple[str, int], list[Figure]] = {}
-    for f in sorted(here, key=_budget):
+    for f in sorted((f for f in here if f.method != DENSE), key=_budget):
         lines.setdefault((f.method.selector, f.method.block), []).append(f)
     ends = [f for line in lines.values() for f in (line[0], line[-1])[: len(line)]]
     to_points = 72 / axes.figure.dpi
