@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import typer
 
 from streamkl.cli.hub import tell_of_hub
-from streamkl.distillation.settings import DATASET, Settings, helps
+from streamkl.distillation.settings import Settings, helps, split_sources
 from streamkl.text import files
 
 
@@ -60,9 +60,9 @@ def run(settings: Settings) -> None:
     """Trains, or says what it would take; what a user can mend ends in a message, not in a traceback."""
     output, is_first = Path(settings.output), int(os.environ.get("RANK", "0")) == 0
     try:  # before transformers is loaded, which takes a while
-        for source in settings.text:
-            if not source.startswith(DATASET):
-                files([source])
+        named, _ = split_sources(settings.text)
+        if named:
+            files(named)
         if is_first:
             tell_of_hub(settings.model)
             _tell_of_long_lists(settings)

@@ -101,8 +101,9 @@ def _run(**given: Any) -> int:
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     for length in plan.lengths:
-        left_out = sorted({budget for budget in plan.budgets if budget >= length})
-        if left_out and plan.methods(length)[1:]:
+        sparse = plan.methods(length)[1:]
+        left_out = sorted({*plan.budgets} - {method.topk for method in sparse})
+        if left_out and sparse:
             shown = ", ".join(map(str, left_out))
             console.print(f"{length:,} tokens: lists of {shown} keys are dense attention, and left out.")
     try:

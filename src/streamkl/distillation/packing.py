@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from streamkl.distillation.settings import DATASET
+from streamkl.distillation.settings import split_sources
 from streamkl.text import TextError, documents
 
 PART = 1 << 17
@@ -61,14 +61,13 @@ def _first(tokenizer: Any) -> np.ndarray:
 
 def _texts(sources: list[str], field: str, encoding: str) -> Iterator[tuple[bool, str]]:
     """Texts in the order of their sources, each with whether a document starts with it."""
-    files = [source for source in sources if not source.startswith(DATASET)]
+    files, datasets = split_sources(sources)
     if files:
         for document in documents(files, field=field, encoding=encoding, part=PART):
             yield document.part == 0, document.text
-    for source in sources:
-        if source.startswith(DATASET):
-            for text in _rows(source.removeprefix(DATASET), field):
-                yield True, text
+    for dataset in datasets:
+        for row in _rows(dataset, field):
+            yield True, row
 
 
 def _rows(name: str, field: str) -> Iterator[str]:

@@ -97,7 +97,7 @@ class Settings:
     dry_run: bool = _told(False, "Run three steps, print what memory and time the whole run would take, write nothing.")
 
     def __post_init__(self) -> None:
-        missing = [name for name in ("model", "text", "output") if not getattr(self, name)]
+        missing = [name for name in NEEDED if not getattr(self, name)]
         if missing:
             told = ", ".join(f"{name} ({NEEDED[name]})" for name in missing)
             raise ValueError(f"settings without a default must be given: {told}")
@@ -121,6 +121,12 @@ class Settings:
     def training(self) -> dict[str, Any]:
         """What decides the trained weights, as JSON has it: a run is resumed with the same."""
         return {name: value for name, value in asdict(self).items() if name not in FREE}
+
+
+def split_sources(text: list[str]) -> tuple[list[str], list[str]]:
+    """The files and folders of a text, and the datasets, without what marks them as such."""
+    files = [source for source in text if not source.startswith(DATASET)]
+    return files, [source.removeprefix(DATASET) for source in text if source.startswith(DATASET)]
 
 
 def helps() -> dict[str, str]:

@@ -58,9 +58,8 @@ def quality(figures: list[Figure]) -> Picture | None:
     for task, length, axes in grid:
         here = [f for f in figures if (f.task, f.length) == (task, length)]
         budgets = sorted({f.method.topk for f in here if f.method != DENSE})
-        lines = list(dict.fromkeys((f.method.selector, f.method.block) for f in here if f.method != DENSE))
-        for n, (selector, block) in enumerate(lines):
-            points = sorted((f for f in here if (f.method.selector, f.method.block) == (selector, block)), key=_budget)
+        lines = _lines(here)
+        for n, points in enumerate(lines):
             shift = 1.02 ** (n - (len(lines) - 1) / 2)  # so that intervals do not hide one another
             _line(axes, [f.method.topk * shift for f in points], [_shown(f) for f in points], points[0].method, figures)
         _dense(axes, here, task)
@@ -82,8 +81,7 @@ def frontier(figures: list[Figure]) -> Picture | None:
     picture, grid = _grid(tasks, lengths, width=4.4, height=3.1)
     for task, length, axes in grid:
         here = [f for f in figures if (f.task, f.length) == (task, length)]
-        for selector, block in dict.fromkeys((f.method.selector, f.method.block) for f in here if f.method != DENSE):
-            points = sorted((f for f in here if (f.method.selector, f.method.block) == (selector, block)), key=_budget)
+        for points in _lines(here):
             _line(axes, [f.seconds for f in points], [_shown(f) for f in points], points[0].method, figures)
         for f in here:
             if f.method == DENSE:
@@ -106,15 +104,12 @@ def frontier(figures: list[Figure]) -> Picture | None:
 
 def _name_budgets(axes: Axes, here: list[Figure], figures: list[Figure]) -> None:
     """Writes the smallest and the largest budget of each line beside its point, where there is room for it."""
-    lines: dict[tuple[str, int], list[Figure]] = {}
-    for f in sorted((f for f in here if f.method != DENSE), key=_budget):
-        lines.setdefault((f.method.selector, f.method.block), []).append(f)
-    ends = [f for line in lines.values() for f in (line[0], line[-1])[: len(line)]]
+    ends = [f for points in _lines(here) for f in (points[0], points[-1])[: len(points)]]
     to_points = 72 / axes.figure.dpi
-    places = {id(f): axes.transData.transform((f.seconds, _shown(f).value)) * to_points for f in here}
+    places = {f.method: axes.transData.transform((f.seconds, _shown(f).value)) * to_points for f in here}
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places.values()]
     for f in sorted(ends, key=lambda f: f.seconds):
-        (x, y), text = places[id(f)], str(f.method.topk)
+        (x, y), text = places[f.method], str(f.method.topk)
         boxes = [(x + dx, y + dy, x + dx + 4.5 * len(text), y + dy + 6) for dx, dy in BESIDE]
         free = (n for n, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken))
         n = next(free, 0)
@@ -273,8 +268,13 @@ def _sharing(block: int) -> str:
     return "a list a query" if block == 1 else f"a list for {block} queries"
 
 
-def _budget(f: Figure) -> int:
-    return f.method.topk
+def _lines(here: list[Figure]) -> list[list[Figure]]:
+    """The points of each selector and block, in the order of first appearance, by rising budget."""
+    found: dict[tuple[str, int], list[Figure]] = {}
+    for f in here:
+        if f.method != DENSE:
+            found.setdefault((f.method.selector, f.method.block), []).append(f)
+    return [sorted(points, key=lambda f: f.method.topk) for points in found.values()]
 
 
 def _sign(picture: Picture, where: str) -> None:
