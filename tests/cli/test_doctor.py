@@ -11,6 +11,7 @@ import streamkl
 from streamkl import engines
 from streamkl.cli import app
 from streamkl.cli.doctor import examine, minimum_torch
+from streamkl.engines import cpu
 
 
 def test_a_healthy_environment() -> None:
@@ -52,6 +53,39 @@ def test_a_failing_engine_is_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "no engine today" in result.output
+
+
+def test_a_build_that_failed_is_a_hint_with_all_that_the_compiler_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = "the compiler failed: g++ -c tile.cpp\nout of memory"
+    monkeypatch.setattr(cpu, "_lacking", lambda: None)
+    monkeypatch.setattr(cpu, "_failure", lambda: failure)
+    monkeypatch.setattr(cpu.build, "missing", lambda: None)
+    engines._warn.cache_clear()
+    report = examine()
+    assert report.errors == []
+    assert ("the cpu engine should run on cpu and does not", failure) in report.hints
+    device, engine, reason, check = report.devices[0]
+    assert (device, engine, check) == ("cpu", "tiled", "[green]exact to rounding[/]")
+    assert "cpu: should run here and does not, see below; tiled: " in reason
+
+
+def test_a_compiler_that_is_missing_is_a_hint_and_a_machine_that_is_unfit_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "_lacking", lambda: "cannot be built: no compiler")
+    monkeypatch.setattr(cpu.build, "missing", lambda: "no compiler; install one")
+    monkeypatch.setattr(cpu.build, "unfit", lambda: None)
+    hint = ("the cpu engine is faster than this one and could run here", "no compiler; install one")
+    assert hint in examine().hints
+    monkeypatch.setattr(cpu.build, "unfit", lambda: "no compiler; install one")
+    assert hint not in examine().hints
+
+
+def test_a_cache_that_cannot_be_used_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    if engines.choose("auto", torch.device("cpu")).engine.name != "cpu":
+        pytest.skip("the CPU engine is not built here")
+    monkeypatch.setattr(cpu.build, "passed_over", lambda: "/x can be written by every user; chmod o-w /x")
+    assert "/x can be written by every user; chmod o-w /x" in [how for _, how in examine().hints]
 
 
 def test_help_and_version() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
+import warnings
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -109,16 +110,19 @@ def _examine_device(device: str, report: Report) -> tuple[str, str, str, str]:
     try:
         import torch
 
-        from streamkl.engines import choose
+        from streamkl.engines import broken, choose
         from streamkl.testing import check_accuracy, make_case
 
-        choice = choose("auto", torch.device(device))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of an engine that is broken, which is a hint below
+            choice = choose("auto", torch.device(device))
+            errors = check_accuracy(make_case(device=device, causal=True, guard=False))
         reason = choice.reason
-        if choice.engine.name == "cpu":
-            from streamkl.engines.cpu import products
-
-            reason = f"{reason}; {products()}"
-        errors = check_accuracy(make_case(device=device, causal=True, guard=False))
+        for name, failure in broken(torch.device(device)).items():
+            reason = reason.replace(failure, "should run here and does not, see below")
+            report.hints.append((f"the {name} engine should run on {device} and does not", failure))
+        if device == "cpu":
+            reason += _examine_build(choice.engine.name == "cpu", report)
     except Exception as error:
         report.errors.append(
             (f"the check on {device} failed: {error}", "report it with the output of `streamkl doctor`")
@@ -128,6 +132,23 @@ def _examine_device(device: str, report: Report) -> tuple[str, str, str, str]:
         report.errors.append((f"wrong results on {device}: {errors}", "report it with the output of `streamkl doctor`"))
         return device, choice.engine.name, reason, "[red]wrong[/]"
     return device, choice.engine.name, reason, "[green]exact to rounding[/]"
+
+
+def _examine_build(runs: bool, report: Report) -> str:
+    """How the CPU engine multiplies, if it runs; hints at what its build lacks."""
+    from streamkl.engines.cpu import build, products
+
+    if not runs:
+        missing = build.missing()
+        if build.unfit() is None and missing is not None:
+            report.hints.append(("the cpu engine is faster than this one and could run here", missing))
+        return ""
+    passed_over = build.passed_over()
+    if passed_over is not None:
+        report.hints.append(
+            ("the cpu engine is kept in a temporary folder, and built again when that goes", passed_over)
+        )
+    return f"; {products()}"
 
 
 def _devices(torch: Any) -> list[str]:

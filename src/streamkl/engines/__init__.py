@@ -6,6 +6,8 @@ An engine is a module with the functions of `Engine`. It imports ``problem`` and
 
 from __future__ import annotations
 
+import functools
+import warnings
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
@@ -25,7 +27,8 @@ class Engine(Protocol):
     Row vectors of side ``b`` have ``problem.distributions`` heads, those of side ``a`` its heads. An indexer is a side
     ``b`` that is ``summed``; rows name their keys where there is a ``support.topk``. An engine without one or the
     other says so in ``unsupported``. One that can run where ``auto`` should not take it says why in a function
-    ``reluctant(device)``.
+    ``reluctant(device)``. One that should run and does not, such as after a build that failed, says why in a function
+    ``broken(device, problem)``; ``auto`` then warns.
     """
 
     name: str
@@ -141,18 +144,47 @@ def choose(backend: str, device: torch.device, problem: Problem | None = None, f
     """The engine for a problem on a device, or for problems there in general; ``function`` is one of `SparseEngine`.
 
     A named engine is taken or refused, never replaced: ``RuntimeError`` says what is missing. ``auto`` takes the first
-    that can run.
+    that can run, and warns once if one before it should have run and does not.
     """
-    refusals = []
+    refusals, failed = [], {}
     for name in PREFERENCE if backend == "auto" else (backend,):
-        engine: Engine = import_module(f"{__name__}.{name}")  # pyright: ignore[reportAssignmentType]
+        engine = _engine(name)
         refusal = engine.unsupported(device, problem)
         if refusal is None and function is not None and not hasattr(engine, function):
             refusal = f"has no {function}"
         if refusal is None and backend == "auto" and hasattr(engine, "reluctant"):
             refusal = engine.reluctant(device)  # pyright: ignore[reportAttributeAccessIssue]
         if refusal is None:
+            for other, reason in failed.items():
+                _warn(other, name, reason)
             taken = f"{name}: {engine.summary}" if backend == "auto" else "named by the caller"
             return Choice(engine, "; ".join([*refusals, taken]))
         refusals.append(f"{name}: {refusal}")
+        if backend == "auto" and (reason := _broken(engine, device, problem)) is not None:
+            failed[name] = reason
     raise RuntimeError(f"backend={backend!r} cannot run on {device}: {'; '.join(refusals)}")
+
+
+def broken(device: torch.device) -> dict[str, str]:
+    """The engines that should run on a device and do not, by name, and why."""
+    reasons = {name: _broken(_engine(name), device, None) for name in PREFERENCE}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _engine(name: str) -> Engine:
+    return import_module(f"{__name__}.{name}")  # pyright: ignore[reportReturnType]
+
+
+def _broken(engine: Engine, device: torch.device, problem: Problem | None) -> str | None:
+    return engine.broken(device, problem) if hasattr(engine, "broken") else None  # pyright: ignore
+
+
+@functools.cache
+def _warn(name: str, taken: str, reason: str) -> None:
+    """Warns of an engine that should run and does not, once."""
+    warnings.warn(
+        f"the {name} engine should run here and does not, so {taken} runs instead, which is slower: "
+        f"{reason.splitlines()[0]} (`streamkl doctor` says more; backend={taken!r} takes it without this warning)",
+        RuntimeWarning,
+        stacklevel=3,
+    )

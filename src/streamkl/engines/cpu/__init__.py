@@ -27,11 +27,12 @@ checks_lists = True
 
 def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
     """Why this engine cannot run the problem there: another device, float64, or no way to build it."""
-    if device.type != "cpu":
-        return f"runs on CPUs, not on {device.type}"
-    if problem is not None and problem.dtype == torch.float64:
-        return "computes in float32, and float64 was given"
-    return _unavailable()
+    return _unsuited(device, problem) or _lacking() or _failure()
+
+
+def broken(device: torch.device, problem: Problem | None = None) -> str | None:
+    """Why this engine does not run the problem there though it should: its build failed, or does not load."""
+    return None if _unsuited(device, problem) or _lacking() else _failure()
 
 
 def products() -> str:
@@ -44,8 +45,24 @@ def products() -> str:
     return f"{build.capability()}, products of {', of '.join(ways)}"
 
 
+def _unsuited(device: torch.device, problem: Problem | None) -> str | None:
+    if device.type != "cpu":
+        return f"runs on CPUs, not on {device.type}"
+    if problem is not None and problem.dtype == torch.float64:
+        return "computes in float32, and float64 was given"
+    return None
+
+
 @functools.cache
-def _unavailable() -> str | None:
+def _lacking() -> str | None:
+    """What the machine lacks: it is not one that the engine is expected on."""
+    missing = build.missing()
+    return None if missing is None else f"cannot be built: {missing}"
+
+
+@functools.cache
+def _failure() -> str | None:
+    """Why a machine that lacks nothing does not have the engine."""
     try:
         build.load()
     except (build.BuildError, OSError) as error:

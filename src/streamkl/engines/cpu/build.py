@@ -1,132 +1,120 @@
 """Builds the C++ sources with the machine's compiler, once, and loads the result.
 
-The library is kept in a cache under a name made of what it depends on: the sources, the torch it was built against, the
-CPU's capability and the compiler's flags. It is written under a temporary name and renamed, and a lock lets a second
-process wait for the first, so that processes which start together find a whole file or none.
+The library is kept in the cache under a name made of what its results depend on: the sources, the torch it was built
+against, the CPU's capability and the compiler's flags. Which compiler it was is not part of the name (it is of the
+objects' names): an image may drop the compiler after ``streamkl build``, and users of one cache may have several.
+
+A lock lets a second process wait for the first. A library is loaded only if it is whole and if nobody but the user and
+root could have written it; else it is built again. Where the cache cannot keep it, a private folder does.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import platform
-import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from streamkl import cache
+from streamkl.engines.cpu import compiler, objects
+from streamkl.engines.cpu.compiler import CAPABILITY_FLAGS, BuildError, capability
 
 SOURCES = Path(__file__).parent
-FLAGS = (
-    "-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math",
-    "-ffp-contract=off",
-)  # fmt: skip
-CAPABILITY_FLAGS = {
-    "AVX512": (
-        "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512",
-    ),
-    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
-}  # fmt: skip
-"""What the compiler may use, by the capability that torch reports (``ATEN_CPU_CAPABILITY`` lowers it)."""
+KEEP = 30
+"""How many libraries the cache keeps, the last used ones."""
 
 
-class BuildError(RuntimeError):
-    """The engine could not be built; the message says what is missing or what the compiler said."""
-
-
-def capability() -> str:
-    """What torch runs this CPU as: ``AVX512``, ``AVX2`` or ``DEFAULT``."""
-    return torch.backends.cpu.get_cpu_capability().split("_")[0]
-
-
-def missing() -> str | None:
-    """What keeps the engine from being built here, or ``None``."""
+def unfit() -> str | None:
+    """Why the engine is not for this machine, whatever is installed, or ``None``."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"it is built on Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
     if capability() not in CAPABILITY_FLAGS:
         return f"it needs AVX2 or AVX-512, and torch runs this CPU as {capability()}"
-    if not library_path().exists() and compiler() is None:
-        return "no C++ compiler was found; install g++ 10 or later (Debian: apt install g++), or set CXX"
     return None
 
 
-def compiler() -> str | None:
-    """The C++ compiler: ``CXX``, or the first that is found."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
-    return next((path for path in map(shutil.which, names) if path), None)
+def missing() -> str | None:
+    """Why nobody expects the engine here: the machine is unfit or has no compiler. ``None`` if it should be built."""
+    reason = unfit()
+    if reason is not None:
+        return reason
+    try:
+        if compiler.command() is None and not any(path.exists() for path in library_paths()):
+            return f"no C++ compiler was found; {compiler.INSTALL}"
+    except BuildError:  # one was named, so that a build is expected, and will say what is wrong
+        pass
+    return None
 
 
-def library_path() -> Path:
-    """Where the library for this machine is, or would be."""
+def library_paths() -> tuple[Path, Path]:
+    """Where the library for this machine may be: in the cache, and in the private folder that stands in for it."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h")):
+    for source in (*_sources(), *sorted(SOURCES.glob("*.h"))):
         digest.update(source.read_bytes())
-    digest.update(" ".join((torch.__version__, *_flags())).encode())
-    return cache.directory() / f"cpu-{capability().lower()}-{digest.hexdigest()[:16]}.so"
+    digest.update(" ".join((torch.__version__, *compiler.flags())).encode())
+    name = f"cpu-{capability().lower()}-{digest.hexdigest()[:16]}.so"
+    return cache.directory() / name, cache.private_directory() / name
 
 
 @functools.cache
 def load() -> None:
-    """Builds the library if it is not there, and registers its operators."""
-    torch.ops.load_library(str(build()))
+    """Builds the library if it is not there, and registers its operators. Raises `BuildError`."""
+    path = build()
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} does not load: {error}; `streamkl build --force` builds it again") from error
+    cache.use(path)
 
 
 def build(force: bool = False) -> Path:
     """Compiles the engine unless the cache has it; returns the library's path. Raises `BuildError`."""
-    path = library_path()
-    if path.exists() and not force:
-        return path
     reason = missing()
     if reason is not None:
         raise BuildError(f"the CPU engine cannot be built: {reason}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with cache.locked(path.with_suffix(".lock")):
-        if path.exists() and not force:
-            return path
-        sys.stderr.write("streamkl: building the CPU engine, once, in about half a minute ...\n")
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
-        os.close(handle)
+    paths = library_paths()
+    found = None if force else next((path for path in paths if cache.read(path) is not None), None)
+    if found is not None:
+        return found
+    refusals = []
+    for path in paths:
         try:
-            _compile(Path(temporary))
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-    return path
+            cache.make(path.parent)
+            with cache.locked(path.parent / "build.lock"):
+                if force or cache.read(path) is None:  # nobody made it while this process waited
+                    _build(path, force, refusals)
+                return path
+        except OSError as error:
+            refusals.append(str(error))
+    raise BuildError(f"the library has no place: {'; '.join(refusals)}")
 
 
-def _flags() -> tuple[str, ...]:
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    rounding = ("-mavx512bf16",) if capability() == "AVX512" and _has("avx512_bf16") else ()
-    return (*FLAGS, *CAPABILITY_FLAGS.get(capability(), ()), *rounding, abi)
+def passed_over() -> str | None:
+    """Why the cache could not keep the library, which is in the private folder; ``None`` if it could."""
+    in_cache, in_private = library_paths()
+    if in_cache == in_private or cache.read(in_cache) is not None or cache.read(in_private) is None:
+        return None
+    try:
+        cache.make(in_cache.parent)
+    except OSError as error:
+        return str(error)
+    return None
 
 
-@functools.cache
-def _has(feature: str) -> bool:
-    """Whether the CPU has a feature, by the name that Linux gives it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return any(feature in line.split() for line in lines if line.startswith("flags"))
+def _build(path: Path, force: bool, refusals: list[str]) -> None:
+    where = "".join(f", in {path.parent}, since {refusal}" for refusal in refusals)
+    sys.stderr.write(f"streamkl: building the CPU engine, once, in about half a minute{where} ...\n")
+    with tempfile.TemporaryDirectory() as scratch:
+        made = objects.provide(_sources(), path.parent / "objects", Path(scratch), force)
+        library = Path(scratch) / path.name
+        compiler.link(made, library)
+        cache.write(path, library.read_bytes())
+    cache.prune(path.parent, "cpu-*.so", KEEP)
 
 
-def _compile(target: Path) -> None:
-    root = Path(torch.__file__).parent
-    includes = [f"-I{path}" for path in (root / "include", root / "include" / "torch" / "csrc" / "api" / "include")]
-    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-        objects = {source: Path(directory) / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each source in a compiler of its own
-            commands = ([*_flags(), *includes, "-c", str(source), "-o", str(made)] for source, made in objects.items())
-            list(pool.map(_run_compiler, commands))
-        libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-        _run_compiler([*_flags(), "-shared", *map(str, objects.values()), "-o", str(target), *libraries])
-
-
-def _run_compiler(arguments: list[str]) -> None:
-    command = [str(compiler()), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise BuildError(f"the compiler failed: {' '.join(command)}\n{result.stderr[-4000:]}")
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))

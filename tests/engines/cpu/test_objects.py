@@ -1,0 +1,80 @@
+"""Objects are compiled again when something they depend on has changed, and only then."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from streamkl import cache
+from streamkl.engines.cpu import build, compiler, objects
+
+
+@pytest.fixture
+def built(small: Any) -> Any:
+    build.build()
+    assert small.calls() == ["--version", "link", "one.cpp", "two.cpp"]
+    return small
+
+
+@pytest.mark.parametrize(
+    ("changed", "compiled"), [("one.cpp", ["one.cpp"]), ("two.cpp", ["two.cpp"]), ("shared.h", ["one.cpp"])]
+)
+def test_a_change_compiles_only_what_depends_on_it(built: Any, changed: str, compiled: list[str]) -> None:
+    first = build.build()
+    with (built.sources / changed).open("a") as file:
+        file.write("static int more = 3;\n")
+    second = build.build()
+    assert built.calls() == ["link", *compiled]
+    assert second != first
+    (built.sources / changed).write_text((built.sources / changed).read_text().replace("static int more = 3;\n", ""))
+    assert build.build() == first
+    assert built.calls() == [], "the library before the change is still there"
+
+
+def test_a_source_that_is_added_is_compiled_alone(built: Any) -> None:
+    (built.sources / "three.cpp").write_text("int three() { return 3; }\n")
+    build.build()
+    assert built.calls() == ["link", "three.cpp"]
+
+
+def test_another_torch_flag_or_compiler_compiles_all(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {objects.key(built.sources / "one.cpp")}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.99.0")
+        before.add(objects.key(built.sources / "one.cpp"))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-DMORE"))
+        before.add(objects.key(built.sources / "one.cpp"))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_version", lambda _: "g++ 99")
+        before.add(objects.key(built.sources / "one.cpp"))
+    monkeypatch.setenv("CXX", "g++")
+    before.add(objects.key(built.sources / "one.cpp"))
+    assert len(before) == 5
+
+
+def test_an_object_that_is_not_whole_is_compiled_again(built: Any) -> None:
+    path = next((built.kept / "objects").glob("one-*.o"))
+    os.truncate(path, path.stat().st_size // 2)
+    build.build().unlink()
+    build.build()
+    assert built.calls() == ["link", "one.cpp"]
+
+
+def test_force_compiles_all(built: Any) -> None:
+    build.build(force=True)
+    assert built.calls() == ["link", "one.cpp", "two.cpp"]
+
+
+def test_old_objects_and_libraries_do_not_pile_up(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "KEEP", 3)
+    monkeypatch.setattr(build, "KEEP", 2)
+    unchanged = next((built.kept / "objects").glob("two-*.o"))
+    for version in range(3):
+        (built.sources / "one.cpp").write_text(f"int one() {{ return {version}; }}\n")
+        path = build.build()
+    assert len(list((built.kept / "objects").iterdir())) == 3
+    assert unchanged.exists(), "it was used each time"
+    assert len(list(built.kept.glob("*.so"))) == 2
+    assert cache.read(path) is not None
