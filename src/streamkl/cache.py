@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SEAL = b"\nstreamkl sha256 "
+ELSEWHERE = "set STREAMKL_CACHE to a folder of your own"
 
 
 def directory() -> Path:
@@ -46,10 +47,13 @@ def locked(path: Path) -> Iterator[None]:
 
 def make(folder: Path) -> None:
     """Makes a folder for native code. ``PermissionError`` if the user cannot write it, or others can."""
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    reason = unsafe(folder)
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        reason = unsafe(folder)
+    except OSError as error:
+        reason = f"{folder} cannot be made ({error.strerror}); {ELSEWHERE}"
     if reason is None and not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"{folder} cannot be written; set STREAMKL_CACHE to a folder of your own"
+        reason = f"{folder} cannot be written; {ELSEWHERE}"
     if reason is not None:
         raise PermissionError(reason)
 
@@ -62,14 +66,14 @@ def unsafe(path: Path) -> str | None:
     """
     for status in (path.lstat(), path.stat()):  # of a link too: others may have put it there
         if status.st_uid not in (os.geteuid(), 0):
-            return f"{path} belongs to another user, number {status.st_uid}; set STREAMKL_CACHE to a folder of your own"
+            return f"{path} belongs to another user, number {status.st_uid}; {ELSEWHERE}"
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode) and mode & stat.S_ISVTX:
         return None
     if mode & stat.S_IWOTH:
-        return f"{path} can be written by every user; chmod o-w {path}, or set STREAMKL_CACHE to a folder of your own"
+        return f"{path} can be written by every user; chmod o-w {path}, or {ELSEWHERE}"
     if mode & stat.S_IWGRP and not _is_private(path.stat().st_gid):
-        return f"{path} can be written by its group; chmod g-w {path}, or set STREAMKL_CACHE to a folder of your own"
+        return f"{path} can be written by its group; chmod g-w {path}, or {ELSEWHERE}"
     return None
 
 

@@ -116,9 +116,10 @@ def test_where_the_cache_cannot_be_used_a_private_folder_is_and_the_build_says_w
     assert path.parent == small.private
     assert path.parent.stat().st_mode & 0o022 == 0
     printed = capfd.readouterr().err
-    reason = "chmod o-w" if case == "writable by all" else str(small.kept)
-    assert f"in {small.private}, since " in printed
+    reason = f"chmod o-w {small.kept}" if case == "writable by all" else f"{small.kept} cannot be made (File exists)"
+    assert f"in {small.private}, since {small.kept} " in printed
     assert reason in printed
+    assert "set STREAMKL_CACHE to a folder of your own" in printed
     assert reason in (build.passed_over() or "")
     small.calls()
     assert build.build() == path
