@@ -52,7 +52,7 @@ def make(folder: Path) -> None:
         reason = unsafe(folder)
     except OSError as error:
         reason = f"{folder} cannot be made ({error.strerror}); {ELSEWHERE}"
-    if reason is None and not os.access(folder, os.W_OK | os.X_OK):
+    if reason is None and not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
         reason = f"{folder} cannot be written; {ELSEWHERE}"
     if reason is not None:
         raise PermissionError(reason)
