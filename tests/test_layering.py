@@ -28,6 +28,7 @@ ALLOWED = {
     "problem.py": set(),
     "state.py": set(),
     "cache.py": set(),
+    "durable.py": set(),
     "text.py": set(),
     "reference.py": set(),
     "sparse/__init__.py": {
@@ -188,13 +189,14 @@ DISTILLATION = {
     "packing": {"distillation.settings", "text"},
     "needles": set(),
     "samples": {"distillation"},
-    "checkpoints": set(),
+    "checkpoints": {"durable"},
     "curves": set(),
     "trainer": {
         "distillation", "distillation.checkpoints", "distillation.curves", "distillation.model", "sparse", KEPT
     },
     "run": {
-        "distillation", FAMILIES, "integrations.transformers.checkpoint",
+        "distillation", "durable", FAMILIES,
+        *(f"integrations.transformers.{name}" for name in ("checkpoint", "folder")),
         *(f"distillation.{name}" for name in ("indexers", "model", "packing", "samples", "settings", "trainer")),
     },
     "estimate": {"distillation.run", "distillation.settings"},
@@ -227,17 +229,19 @@ EVALUATION = {
 TRANSFORMERS = {
     "__init__": {"requirements", "attention", "families", "indexers", "layer", "loading", "model"},
     "requirements": set(),
-    "selection": set(),
+    "schema": set(),
+    "selection": {"schema"},
     "checkpoint": set(),
-    "folder": set(),
+    "folder": {"", "schema"},
     "index_cache": set(),
     "layout": set(),
     "masks": {"layout"},
     "own_indexer": {"families", "layer", "masks"},  # the layer's type alone
     "layer": {"", "families", "layout", "masks", "own_indexer", "selection"},
     "attention": {"layer", "masks", "selection"},
+    "description": {"families", "schema", "selection"},
     "indexers": {"", "families", "selection"},
-    "model": {"families", "indexers", "layer", "selection"},
+    "model": {"families", "indexers", "layer", "schema", "selection"},
     "loading": {"", "model", "selection"},
     "families/base": set(),
     "families/dsa": {"families.base"},
@@ -253,7 +257,8 @@ TRANSFORMERS = {
         for name in ("base", "deepseek_v32", "dsa", "gemma3", "glm_moe_dsa", "llama", "qwen3", "qwen3_5", "qwen3_next")
     },
 }
-"""The modules of the integration into transformers, what of it each may import; all may import sparse and indexer."""
+"""The modules of the integration into transformers, what of it each may import; all may import what is `BELOW`."""
+BELOW = {"streamkl", "streamkl.durable", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
 
 ABOVE = ("bench", "cli", "distillation", "evaluation", "integrations")
 """Where models of transformers are used."""
@@ -348,7 +353,7 @@ def test_an_integration_imports_only_what_lies_below_it_and_the_core_does_not_im
     folder, package = ROOT / "integrations" / "transformers", "streamkl.integrations.transformers"
     assert {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.py")} == set(TRANSFORMERS)
     for name, allowed in TRANSFORMERS.items():
-        found = imports(folder / f"{name}.py") - {"streamkl", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
+        found = imports(folder / f"{name}.py") - BELOW
         assert found <= {f"{package}.{module}".rstrip(".") for module in allowed}, name
     importers = {path for path in ROOT.rglob("*.py") if any("integrations" in name for name in imports(path))}
     assert all(path.relative_to(ROOT).parts[0] in ABOVE for path in importers)

@@ -138,6 +138,16 @@ def test_what_is_no_model_no_folder_or_too_long_is_refused_in_a_sentence(
     assert not (tmp_path / "run").exists()
 
 
+def test_results_that_would_have_no_place_are_refused_before_training(
+    tiny: Any, llama: Path, prose: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "indexers").mkdir(parents=True)
+    (tmp_path / "run" / "indexers" / "indexers.json").write_text("mine")
+    with pytest.raises(ValueError, match=r"run/indexers is there already and holds no indexers"):
+        distill(tiny.settings(llama, prose, tmp_path / "run", steps=1))
+    assert not (tmp_path / "run" / "settings.json").exists()
+
+
 def test_the_last_step_is_measured_whatever_its_number(tiny: Any, llama: Path, prose: Path, tmp_path: Path) -> None:
     distill(tiny.settings(llama, prose, tmp_path / "run", steps=5, log_every=3))
     lines = curves(tmp_path / "run")

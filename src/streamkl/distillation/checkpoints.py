@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from streamkl import durable
 
 MARKER, PREFIX, STAGING = "complete.json", "checkpoint-", ".writing"
 
@@ -26,20 +26,16 @@ def finish(staged: Path, folder: Path, about: dict[str, Any]) -> None:
         folder: Where it belongs.
         about: What the marker says besides the files' digests.
     """
-    digests = {str(path.relative_to(staged)): digest(path) for path in _files(staged)}
-    (staged / MARKER).write_text(json.dumps({**about, "files": digests}, indent=2) + "\n")
-    for path in (*_files(staged), staged):
-        _sync(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(staged, folder)
-    _sync(folder.parent)
+    marker = json.dumps({**about, "files": durable.digests(staged)}, indent=2)
+    (staged / MARKER).write_text(marker + "\n")
+    durable.replace_folder(staged, folder)
 
 
 def about(folder: Path) -> dict[str, Any] | None:
     """What the marker of a checkpoint says; ``None`` if it is not whole."""
     try:
         found = json.loads((folder / MARKER).read_text())
-        if all(digest(folder / name) == wanted for name, wanted in found["files"].items()):
+        if all(durable.digest(folder / name) == wanted for name, wanted in found["files"].items()):
             return found
     except (OSError, ValueError, KeyError):
         pass
@@ -70,27 +66,3 @@ def clean(output: Path) -> None:
     """Removes what an interrupted run left under other names."""
     for path in (output / STAGING, *output.glob(f".old-{PREFIX}*")):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            found.update(piece)
-    return found.hexdigest()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
+from streamkl import durable
 from streamkl.distillation import checkpoints, curves
 from streamkl.distillation.indexers import make_indexers
 from streamkl.distillation.model import Distiller
@@ -26,6 +27,7 @@ from streamkl.distillation.settings import Settings
 from streamkl.distillation.trainer import INDEXERS, DistillationTrainer, write_indexers
 from streamkl.integrations.transformers.checkpoint import check_checkpoint, check_length
 from streamkl.integrations.transformers.families import GroupedQuery, family_of
+from streamkl.integrations.transformers.folder import check_place
 
 MODEL, SETTINGS = "model", "settings.json"
 REPORTERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "trackio", "swanlab", "dvclive")
@@ -61,6 +63,7 @@ def distill(settings: Settings) -> Result:
     output = Path(settings.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file: output names a folder")
+    check_place(output / INDEXERS)  # before it is trained, and not after
     args = training_arguments(settings)
     resumed = _resumed(settings, output, args)
     prepared = prepare(settings, args.world_size)
@@ -229,8 +232,7 @@ def _write_model(output: Path, prepared: Prepared, settings: Settings) -> Path:
     backbone.set_attn_implementation("sdpa")
     backbone.save_pretrained(staged)
     AutoTokenizer.from_pretrained(settings.model).save_pretrained(staged)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(staged, folder)
+    durable.replace_folder(staged, folder)
     shutil.rmtree(staged.parent)
     return folder
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import streamkl.integrations.transformers as skl
+from streamkl import durable
 from streamkl.integrations.transformers import folder as folders
 from streamkl.sparse import IndexerSelector
 from streamkl.testing.tiny_models import tiny_model, tokens
@@ -125,7 +126,7 @@ def test_what_a_crash_leaves_behind_is_no_folder_of_indexers(sparse, tmp_path, m
     def crash(*args: object) -> None:
         raise KeyboardInterrupt
 
-    for step in (folders, "save_file"), (folders, "_digest"), (folders.os, "rename"):
+    for step in (folders, "save_file"), (durable, "digest"), (durable.os, "fsync"), (durable.os, "rename"):
         with monkeypatch.context() as patched:
             patched.setattr(*step, crash)
             with pytest.raises(KeyboardInterrupt):
@@ -137,10 +138,23 @@ def test_what_a_crash_leaves_behind_is_no_folder_of_indexers(sparse, tmp_path, m
 
 
 def test_something_else_at_that_place_is_kept(sparse, tmp_path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is there already and holds no indexers: choose another folder"):
-        sparse.save_indexers(tmp_path)
-    assert os.listdir(tmp_path) == ["notes.txt"]
+    folder = tmp_path / "streamkl"
+    folder.mkdir()
+    for name in ("notes.txt", "indexers.json"):
+        (folder / name).write_text("mine")
+        for save in (lambda: sparse.save_indexers(folder), lambda: sparse.save_pretrained(tmp_path)):
+            with pytest.raises(ValueError, match="is there already and holds no indexers: choose another folder"):
+                save()
+    assert sorted(os.listdir(folder)) == ["indexers.json", "notes.txt"]
+    assert os.listdir(tmp_path) == ["streamkl"]
+
+
+def test_a_model_saved_again_keeps_what_lies_beside_its_indexers(sparse, tmp_path) -> None:
+    sparse.save_pretrained(tmp_path)
+    (tmp_path / "streamkl" / "README.md").write_text("mine")
+    sparse.save_pretrained(tmp_path)
+    assert (tmp_path / "streamkl" / "README.md").read_text() == "mine"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).streamkl.selector == sparse.selector
 
 
 @pytest.mark.parametrize(

@@ -1,71 +1,93 @@
 """Indexers of a model as a folder: weights, a description, and a marker that says that both are whole.
 
-It is written under another name and renamed when all of it is there. The marker holds the digests of the files, so a
-folder that was cut off, or changed since, is not loaded.
+The marker holds the digests of both files, so a folder that was cut off, or changed since, is not loaded. It also says
+whose folder it is: one without it is never written to. Whatever else lies in a folder of indexers stays there.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
-import tempfile
+import re
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from streamkl import durable
+from streamkl.integrations.transformers import schema
+
 WEIGHTS, DESCRIPTION, MARKER = "indexers.safetensors", "indexers.json", "complete.json"
 FORMAT = 1
+DTYPES = ("BF16", "F16", "F32", "F64")
+"""What weights may be of, as safetensors calls them."""
+LEFT = (durable.STAGING, durable.READY)
+"""What a writer that died may have left in a folder."""
+HEADER = 1 << 23
+"""Bytes that the names and shapes of the weights may take."""
 
 
 def write(folder: str | os.PathLike[str], weights: dict[str, Tensor], description: dict[str, Any]) -> Path:
-    """Writes a folder, in place of one that was there before.
+    """Writes the three files to a folder, in place of those that were there before.
+
+    A link to a folder is followed. A process that dies leaves the files of before or those of now, or a folder that is
+    not loaded and may be written to again.
 
     Raises:
         ValueError: There is something else at that place.
     """
+    check_place(folder)
+    with durable.replacing_files(Path(os.path.realpath(folder)), (WEIGHTS, DESCRIPTION, MARKER)) as staged:
+        save_file({name: weight.detach().contiguous() for name, weight in weights.items()}, staged / WEIGHTS)
+        (staged / DESCRIPTION).write_text(json.dumps({"format": FORMAT, **description}, indent=2) + "\n")
+        (staged / MARKER).write_text(json.dumps(durable.digests(staged), indent=2) + "\n")
+    return Path(folder)
+
+
+def check_place(folder: str | os.PathLike[str]) -> None:
+    """Refuses to write to what is neither a folder of indexers, nor empty, nor free.
+
+    Raises:
+        ValueError: It is a file, or has files and no marker.
+    """
     folder = Path(folder)
-    if folder.exists() and not (folder / DESCRIPTION).exists() and (folder.is_file() or any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: indexers are written to a folder")
+    if not folder.is_dir() or all(path.name in LEFT for path in folder.iterdir()):
+        return
+    if _digests(folder / MARKER) is None and _digests(folder / durable.READY / MARKER) is None:
         raise ValueError(f"{folder} is there already and holds no indexers: choose another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        made, old = Path(temporary) / "new", Path(temporary) / "old"
-        made.mkdir()
-        save_file({name: weight.detach().contiguous() for name, weight in weights.items()}, made / WEIGHTS)
-        (made / DESCRIPTION).write_text(json.dumps({"format": FORMAT, **description}, indent=2) + "\n")
-        digests = {name: _digest(made / name) for name in (WEIGHTS, DESCRIPTION)}
-        (made / MARKER).write_text(json.dumps(digests, indent=2) + "\n")
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(made, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    return folder
 
 
-def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights and the description of a folder.
+def read(folder: str | os.PathLike[str]) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """The shapes of a folder's weights, by their names, and its description, of which the format alone is checked.
 
     Raises:
         ValueError: It is not there, not whole, or of another format; the message says which.
     """
     folder = Path(folder)
     marked = marker(folder)
-    try:
-        digests = json.loads(marked.read_text())
-    except ValueError as error:
-        raise ValueError(f"{marked} is damaged: {error}") from error
+    digests = _digests(marked)
+    assert digests is not None, "it is a marker"
     for name in (WEIGHTS, DESCRIPTION):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}: copy the whole folder")
-        if _digest(folder / name) != digests.get(name):
+        if durable.digest(folder / name) != digests[name]:
             raise ValueError(f"{folder / name} is not what was written: it is damaged, or was changed; copy it again")
-    description = json.loads((folder / DESCRIPTION).read_text())
-    if description["format"] != FORMAT:
-        raise ValueError(f"{folder} has format {description['format']}, and this StreamKL reads {FORMAT}: upgrade it")
-    return load_file(folder / WEIGHTS), description
+    description = schema.read(folder / DESCRIPTION)
+    if not isinstance(description, dict) or "format" not in description:
+        raise ValueError(f"{folder / DESCRIPTION} describes no indexers")
+    form = description.pop("format")
+    if type(form) is not int or form != FORMAT:
+        raise ValueError(f"{folder} has format {str(form)[:20]}, and this StreamKL reads {FORMAT}: upgrade it")
+    return _shapes(folder / WEIGHTS), description
+
+
+def read_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The weights of a folder whose shapes have been looked at."""
+    return load_file(Path(folder) / WEIGHTS)
 
 
 def marker(folder: Path) -> Path:
@@ -74,19 +96,42 @@ def marker(folder: Path) -> Path:
     Raises:
         ValueError: There is none; the message says where it may be.
     """
-    if (folder / MARKER).is_file():
+    if _digests(folder / MARKER) is not None:
         return folder / MARKER
     if not folder.is_dir():
         raise ValueError(f"there is no folder of indexers at {folder}")
-    inside = [path.parent for path in sorted(folder.glob(f"*/{MARKER}")) if (path.parent / WEIGHTS).is_file()]
+    inside = [path for path in sorted(folder.iterdir()) if path.name not in LEFT and _digests(path / MARKER)]
     if inside:
         raise ValueError(f"{folder} is no folder of indexers: {' or '.join(map(str, inside))} is")
+    if (folder / MARKER).is_file():
+        raise ValueError(f"{folder / MARKER} is damaged, or is not that of a folder of indexers")
     raise ValueError(f"{folder} has no {MARKER}: writing it did not end, or it is no folder of indexers")
 
 
-def _digest(path: Path) -> str:
+def _digests(path: Path) -> dict[str, str] | None:
+    """What a marker says: the digests of both files; ``None`` if it is none, or that of something else."""
+    try:
+        found = schema.read(path) if path.is_file() else None
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.keys() != {WEIGHTS, DESCRIPTION}:
+        return None
+    whole = all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in found.values())
+    return found if whole else None
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """The shapes in a file of weights, of which no weight is read."""
     with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        if int.from_bytes(file.read(8), "little") > HEADER:
+            raise ValueError(f"{path} is damaged: its header has more than {HEADER:,} bytes")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no dictionary
+            shapes = {name: each.get_shape() for name, each in slices.items()}
+            dtypes = {each.get_dtype() for each in slices.values()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} holds no weights: {error}") from error
+    if unknown := sorted(dtypes.difference(DTYPES)):
+        raise ValueError(f"{path} must have weights of {', '.join(DTYPES)}: got {', '.join(unknown)}")
+    return shapes

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import streamkl
-from streamkl.indexer import HeadIndexer, Indexer
+from streamkl.indexer import Indexer
 from streamkl.indexer.base import Activation
+from streamkl.integrations.transformers import description as descriptions
 from streamkl.integrations.transformers import folder
 from streamkl.integrations.transformers.families import Family, family_of
-from streamkl.integrations.transformers.selection import from_json, to_json
+from streamkl.integrations.transformers.selection import from_json
 from streamkl.sparse import Selector
-
-ALIKE = 0.9
-"""The cosine between a model's weights and the fingerprint of the one that indexers were made for: that of a finetuned
-model is near 1, that of another one near 0."""
 
 
 class Indexers(nn.ModuleDict):
@@ -58,12 +53,10 @@ def new_indexers(
     Raises:
         ValueError: The model's family is not known, or it has indexers of its own.
     """
-    family = family_of(model.config)
-    made = Indexers()
-    for layer, attention in family.attentions(model).items():
-        if family.is_global(attention):
-            indexer = family.new_indexer(attention, head_dim, activation, heads, temperature)
-            made[str(layer)] = indexer.to(next(attention.parameters()).device)
+    made = _make(model, head_dim, activation, heads, temperature)
+    for layer, device in _devices(model).items():
+        if layer in made:
+            made[layer].to(device)
     return made
 
 
@@ -84,15 +77,7 @@ def save_indexers(path: str | os.PathLike[str], model: nn.Module, indexers: Inde
     """
     family = family_of(model.config)
     weights = {_name(model, family, int(layer), name): weight for layer, name, weight in _weights(indexers)}
-    description = {
-        "streamkl": streamkl.__version__,
-        "family": family.name,
-        "model": _describe(model, family),
-        "indexer": _shapes(next(iter(indexers.values()))),
-        "layers": [int(layer) for layer in indexers],
-        "selector": to_json(selector),
-    }
-    return folder.write(path, weights, description)
+    return folder.write(path, weights, descriptions.describe(model, family, indexers, selector))
 
 
 def load_indexers(path: str | os.PathLike[str], model: nn.Module) -> tuple[Indexers, Selector]:
@@ -109,29 +94,56 @@ def load_indexers(path: str | os.PathLike[str], model: nn.Module) -> tuple[Index
     Raises:
         ValueError: The folder is not whole, or its indexers belong to another model.
     """
-    weights, description = folder.read(path)
+    shapes, description = folder.read(path)
+    descriptions.check_description(description, str(Path(path) / folder.DESCRIPTION))
     family = family_of(model.config)
-    _check_model(Path(path), description, model, family)
+    descriptions.check_model(Path(path), description, model, family)
     indexers = own_indexers(model, family)
     if not indexers:
-        shapes = description["indexer"]
-        indexers = new_indexers(
-            model, head_dim=shapes["head_dim"], activation=shapes["activation"], heads=shapes.get("heads", 1),
-            temperature=shapes.get("temperature", False),
-        )  # fmt: skip
+        of = description["indexer"]
+        with torch.device("meta"):  # nothing is allocated before all shapes have been compared
+            indexers = _make(model, of["head_dim"], of["activation"], of.get("heads", 1), of.get("temperature", False))
+    descriptions.check_indexers(Path(path), description, indexers)
     wanted = {_name(model, family, int(layer), name): weight for layer, name, weight in _weights(indexers)}
-    if wanted.keys() != weights.keys():
-        missing, more = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    if wanted.keys() != shapes.keys():
+        missing, more = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
         raise ValueError(f"{path} does not fit the model: it lacks {missing[:3]} and has {more[:3]} besides")
-    with torch.no_grad():
-        for name, weight in wanted.items():
-            if weight.shape != weights[name].shape:
-                raise ValueError(
-                    f"{path} does not fit the model: {name} must be of shape {list(weight.shape)}, "
-                    f"and is of {list(weights[name].shape)}"
-                )
-            weight.copy_(weights[name])
+    for name, weight in wanted.items():
+        if list(weight.shape) != shapes[name]:
+            raise ValueError(
+                f"{path} does not fit the model: {name} must be of shape {list(weight.shape)}, and is of {shapes[name]}"
+            )
+    _fill(indexers, model, family, folder.read_weights(path))
     return indexers, from_json(description["selector"])
+
+
+def _make(model: nn.Module, head_dim: int, activation: Activation, heads: int, temperature: bool) -> Indexers:
+    """New indexers, on the default device."""
+    family = family_of(model.config)
+    attentions = {layer: each for layer, each in family.attentions(model).items() if family.is_global(each)}
+    return Indexers(
+        {
+            str(layer): family.new_indexer(attention, head_dim, activation, heads, temperature)
+            for layer, attention in attentions.items()
+        }
+    )
+
+
+def _devices(model: nn.Module) -> dict[str, torch.device]:
+    """Where the attention of each layer is."""
+    attentions = family_of(model.config).attentions(model)
+    return {str(layer): next(attention.parameters()).device for layer, attention in attentions.items()}
+
+
+@torch.no_grad()
+def _fill(indexers: Indexers, model: nn.Module, family: Family, weights: dict[str, Tensor]) -> None:
+    """Gives indexers their weights, and their device to those that have none yet."""
+    devices = _devices(model)
+    for layer, indexer in indexers.items():
+        if any(parameter.is_meta for parameter in indexer.parameters()):
+            indexer.to_empty(device=devices[layer])
+    for layer, name, weight in _weights(indexers):
+        weight.copy_(weights[_name(model, family, int(layer), name)])
 
 
 def _weights(indexers: Indexers) -> list[tuple[str, str, Tensor]]:
@@ -147,48 +159,3 @@ def _name(model: nn.Module, family: Family, layer: int, weight: str) -> str:
         return f"layers.{layer}.{weight}"
     prefix = next(name for name, module in model.named_modules() if module is attention.indexer)
     return f"{prefix}.{weight}"
-
-
-def _shapes(indexer: nn.Module) -> dict[str, Any]:
-    assert isinstance(indexer, Indexer)
-    return {
-        "kind": "head" if isinstance(indexer, HeadIndexer) else "lightning",
-        "heads": getattr(indexer, "heads", 1),
-        "head_dim": indexer.head_dim,
-        "rope_dim": indexer.rope_dim,
-        "rope_layout": indexer.rope_layout,
-        "activation": indexer.activation,
-        "temperature": indexer.log_temperature is not None,
-    }
-
-
-def _describe(model: Any, family: Family) -> dict[str, Any]:
-    config = model.config.get_text_config()
-    attention = next(iter(family.attentions(model).values()))
-    return {
-        "name": str(getattr(model.config, "_name_or_path", "")),
-        "model_type": config.model_type,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "fingerprint": [round(float(x), 8) for x in family.fingerprint(attention)],
-    }
-
-
-def _check_model(path: Path, description: dict[str, Any], model: nn.Module, family: Family) -> None:
-    """Refuses indexers of another model."""
-    theirs, ours = description["model"], _describe(model, family)
-    whose = f"{path} holds indexers for {theirs['name'] or 'a model'!r} ({theirs['model_type']})"
-    for key in ours:
-        if key not in ("name", "fingerprint") and theirs[key] != ours[key]:
-            raise ValueError(
-                f"{whose} with {key} = {theirs[key]}, and this model has {ours[key]}: use its own indexers"
-            )
-    if not theirs["fingerprint"] or not ours["fingerprint"]:
-        return
-    alike = torch.nn.functional.cosine_similarity(*(torch.tensor(x["fingerprint"]) for x in (theirs, ours)), dim=0)
-    if alike < ALIKE:
-        raise ValueError(
-            f"{whose}, whose weights are not those of this model (cosine {alike:.2f}): train indexers for this one"
-        )

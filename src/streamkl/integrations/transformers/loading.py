@@ -7,6 +7,7 @@ models alone whose config has no ``streamkl``, unless such a name is asked for.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from streamkl.integrations.transformers import folder
-from streamkl.integrations.transformers.model import attach_loaded
+from streamkl.integrations.transformers.model import attach_loaded, check_settings
 from streamkl.integrations.transformers.selection import PREFIX
 
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -37,25 +38,54 @@ def wrap_from_pretrained() -> None:
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         settings = model.config.__dict__.pop("streamkl", None)
         if settings is not None or str(given).startswith(PREFIX):
-            where = None if settings is None else settings.get("indexers")
-            attach_loaded(model, settings, _indexers(name_or_path, where, options), given)
+            attach(model, settings, given, name_or_path, options)
         return loaded
 
     setattr(from_pretrained, MARK, True)
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _indexers(name_or_path: Any, where: str | None, options: dict[str, Any]) -> Path | None:
+def attach(
+    model: PreTrainedModel, settings: Any, given: str | None, name_or_path: Any, options: dict[str, Any]
+) -> None:
+    """Makes a model sparse that was just loaded.
+
+    Args:
+        model: The model.
+        settings: ``streamkl`` of its config, whoever wrote it; ``None`` if there is none.
+        given: The attention implementation that was asked for, if one was.
+        name_or_path: Where the model is from.
+        options: Of ``from_pretrained``.
+
+    Raises:
+        ValueError: The settings are none of ours, or point to what is not there or not the model's.
+    """
+    if settings is not None:
+        check_settings(settings, f"'streamkl' in the config of {name_or_path}")
+    where = None if settings is None else settings.get("indexers")
+    attach_loaded(model, settings, None if where is None else _indexers(name_or_path, where, options), given)
+
+
+def _indexers(name_or_path: Any, where: str, options: dict[str, Any]) -> Path:
     """The folder of indexers beside a model, from the hub if the model is from there."""
-    if where is None:
-        return None
     download = {name: options[name] for name in DOWNLOAD if name in options}
     names = (folder.WEIGHTS, folder.DESCRIPTION, folder.MARKER)
     try:
-        files = [cached_file(str(name_or_path), f"{where}/{name}", **download) for name in names]
+        files = [str(cached_file(str(name_or_path), f"{where}/{name}", **download)) for name in names]
     except OSError as error:
         raise ValueError(
             f"the config of {name_or_path} says that its indexers are in {where!r}, and they are not: copy that folder "
             f"too, or take 'streamkl' out of config.json"
         ) from error
-    return Path(str(files[0])).parent
+    if os.path.isdir(str(name_or_path)):
+        _check_inside(Path(str(name_or_path), str(options.get("subfolder") or "")), files)
+    return Path(files[0]).parent
+
+
+def _check_inside(model: Path, files: list[str]) -> None:
+    """Refuses files that links take out of a model's folder; those of a hub's cache are links to its blobs."""
+    root = Path(os.path.realpath(model))
+    inside = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    for file in files:
+        if not any(Path(os.path.realpath(file)).is_relative_to(place) for place in inside):
+            raise ValueError(f"{file} is a link that leaves the model's folder: copy what it points to into {model}")

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamkl.integrations.transformers.families import Family, family_of
 from streamkl.integrations.transformers.indexers import Indexers, load_indexers, own_indexers, save_indexers
 from streamkl.integrations.transformers.layer import Attended, SparseLayer
-from streamkl.integrations.transformers.selection import PREFIX, from_json, to_json
+from streamkl.integrations.transformers.schema import entries, one_of, text
+from streamkl.integrations.transformers.selection import PREFIX, check_selector, from_json, to_json
 from streamkl.sparse import IndexerSelector, OracleSelector, Selector
 
 if TYPE_CHECKING:
@@ -177,6 +178,18 @@ def sparsify(
     return handle
 
 
+def check_folder(value: Any, place: str) -> None:
+    """Refuses what does not name a folder inside the model's, on any system."""
+    text(1000)(value, place)
+    parts = PurePosixPath(value).parts
+    if not parts or parts[0] == "/" or ".." in parts or any(character in value for character in "\\:"):
+        raise ValueError(f"{place} must be a folder in the model's: got {value!r}")
+
+
+check_settings = entries({"selector": check_selector, "decode": one_of("dense", "sparse")}, {"indexers": check_folder})
+"""Refuses ``config.streamkl`` with a ``ValueError`` unless it is as `SparseModel.save_pretrained` writes it."""
+
+
 def attach_loaded(
     model: PreTrainedModel, settings: dict[str, Any] | None, folder: Path | None, name: str | None
 ) -> None:
@@ -184,7 +197,7 @@ def attach_loaded(
 
     Args:
         model: The model, just loaded.
-        settings: What `SparseModel.save_pretrained` wrote to its config, if it did.
+        settings: What `SparseModel.save_pretrained` wrote to its config, if it did, checked by `check_settings`.
         folder: Where its indexers are, if there are any.
         name: The attention implementation that was asked for, if one was.
     """

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
+from streamkl.integrations.transformers.schema import LARGEST, Check, entries, integer, one_of
 from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, Selector, WindowSelector
 
 PREFIX = "streamkl_"
@@ -18,10 +19,20 @@ IMPLEMENTATIONS: dict[str, Callable[[Selector], Selector | None]] = {
 }
 """The attention implementations, and what selects under each, given the selector that a model was made sparse with."""
 KINDS = {"indexer": IndexerSelector, "oracle": OracleSelector, "random": RandomSelector, "window": WindowSelector}
+OPTIONS: dict[str, dict[str, Check]] = {
+    "indexer": {"activation": one_of("relu", None), "normalise": one_of(None, True, False)},
+    "oracle": {},
+    "random": {"seed": integer(-(1 << 63), (1 << 64) - 1)},  # what a generator of torch takes
+    "window": {"sinks": integer(0, LARGEST)},
+}
+"""What each kind has besides the number of keys and of queries that share them; a file may leave it out."""
 
 
 def to_json(selector: Selector) -> dict[str, Any]:
     """A selector's kind and its options.
+
+    Raises:
+        ValueError: It is none that `from_json` could make again.
 
     Example:
         >>> from streamkl.integrations.transformers.selection import to_json
@@ -31,14 +42,31 @@ def to_json(selector: Selector) -> dict[str, Any]:
     """
     for kind, cls in KINDS.items():
         if type(selector) is cls:
-            return {"kind": kind, **dataclasses.asdict(cast(Any, selector))}
+            options = {"kind": kind, **dataclasses.asdict(cast(Any, selector))}
+            check_selector(options, "the selector")
+            return options
     raise ValueError(f"only the selectors of streamkl.sparse can be saved: got {type(selector).__name__}")
 
 
-def from_json(entries: dict[str, Any]) -> Selector:
-    """The selector that `to_json` described."""
-    options = dict(entries)
-    kind = options.pop("kind", None)
-    if kind not in KINDS:
-        raise ValueError(f"the kind of a selector must be one of {', '.join(KINDS)}: got {kind!r}")
-    return KINDS[kind](**options)
+def check_selector(value: Any, place: str) -> None:
+    """Refuses what does not describe a selector.
+
+    Args:
+        value: As it was read.
+        place: Where, for the message.
+    """
+    kind = value.get("kind") if isinstance(value, dict) else None
+    one_of(*KINDS)(kind, f"kind of {place}")
+    size = integer(1, LARGEST)
+    required = {"kind": one_of(kind), "topk": size, "block": size}
+    entries(required, OPTIONS[cast(str, kind)])(value, place)
+
+
+def from_json(value: dict[str, Any]) -> Selector:
+    """The selector that `to_json` described.
+
+    Raises:
+        ValueError: It did not describe one.
+    """
+    check_selector(value, "the selector")
+    return KINDS[value["kind"]](**{name: option for name, option in value.items() if name != "kind"})
