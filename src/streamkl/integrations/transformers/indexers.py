@@ -70,10 +70,13 @@ def save_indexers(path: str | os.PathLike[str], model: nn.Module, indexers: Inde
     """Writes a folder of indexers, which `load_indexers` reads.
 
     Args:
-        path: The folder; one of indexers is replaced, anything else refused.
+        path: The folder, new, empty, or one of indexers, whose files are replaced. Everything else in it stays.
         model: The model that they belong to.
         indexers: Its indexers.
         selector: What they are used with.
+
+    Raises:
+        ValueError: There is something else at that place, or nothing that could be read again would be written.
     """
     family = family_of(model.config)
     weights = {_name(model, family, int(layer), name): weight for layer, name, weight in _weights(indexers)}
