@@ -51,7 +51,7 @@ def op_arguments() -> dict[str, tuple]:
         teacher = (a_q.detach(), a_k.detach())
         groups, heads = (*teacher, b_q, b_k, None, *keys), (a_q, a_k, leaf(1, 4, 9, 6), b_k, None, *keys)
         index = (*teacher, b_q, b_k, b_w, *keys)
-        lse = (5, 0, torch.float32, "tiled")
+        lse = (5, 0, False, torch.float32, "tiled")
         student = (b_q.detach(), b_k.detach())
         norm_a = torch.ops.streamkl.logsumexp(*teacher, None, *keys, None, False, False, *lse)
         norm_b = torch.ops.streamkl.logsumexp(*student, None, *keys, 0.5, True, False, *lse)
@@ -61,8 +61,8 @@ def op_arguments() -> dict[str, tuple]:
             f"logsumexp-{kind}": (*teacher, None, *keys, None, False, False, *lse),
             f"logsumexp-{kind}_index": (*student, b_w.detach(), *keys, 0.5, True, True, *lse),
             f"paired_rows-{kind}": (*heads, *options),
-            f"mixture_rows-{kind}": (*groups, *norm_a, *options),
-            f"mixture_rows-{kind}_index": (*index, *norm_a, *indexer),
+            f"mixture_rows-{kind}": (*groups, *norm_a, False, *options),
+            f"mixture_rows-{kind}_index": (*index, *norm_a, False, *indexer),
             f"train-{kind}": (*groups, *norm_a, *norm_b, torch.rand(1, 2, 9), *options),
             f"train-{kind}_index": (*index, *norm_a, *norm_i, torch.rand(1, 1, 9), *indexer),
             f"rows_backward-{kind}_index": (

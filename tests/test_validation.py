@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,8 +172,8 @@ BAD_TOPK = {
     "of int16": (lambda: tensors(topk_indices=named(2, 10, 3).short()), "must be int32 or int64: got torch.int16"),
     "a mask": (lambda: tensors(topk_indices=named(2, 10, 12) < 0), "must be int32 or int64: got torch.bool"),
     "elsewhere": (lambda: tensors(topk_indices=named(2, 10, 3).to("meta")), "topk_indices must be on the device"),
-    "beyond the keys": (lambda: tensors(topk_indices=named(2, 10, 3) + 13), "from 0 to 11, or -1 for none: got a row"),
-    "below -1": (lambda: tensors(topk_indices=named(2, 10, 3) - 1), "got a row from -2 to -2"),
+    "beyond the keys": (lambda: tensors(topk_indices=named(2, 10, 3) + 13), "from 0 to 11, or -1 for none: got 12"),
+    "below -1": (lambda: tensors(topk_indices=named(2, 10, 3) - 1), "or -1 for none: got -2"),
     "twice": (lambda: tensors(topk_indices=named(2, 10, 3) + 5), "must not name a key twice in a row: got 4"),
 }
 
@@ -186,7 +187,7 @@ def test_bad_input_of_an_indexer_is_refused_before_any_engine(name: str, no_engi
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["", "gradients"])
 @pytest.mark.parametrize("name", BAD_TOPK)
-def test_bad_lists_of_keys_are_refused_before_any_engine(name: str, wanted: bool, no_engine: None) -> None:
+def test_bad_lists_of_keys_are_refused_before_any_engine(name: str, wanted: bool, idle_engine: None) -> None:
     call, message = BAD_TOPK[name]
     arguments = call()
     arguments["student_q"].requires_grad_(wanted)
@@ -209,6 +210,13 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("an engine was reached")
 
     monkeypatch.setattr(streamkl.ops.engines, "choose", choose)
+
+
+@pytest.fixture
+def idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any engine may be chosen, and can do nothing."""
+    idle = streamkl.ops.engines.Choice(SimpleNamespace(), "for a test")  # type: ignore[arg-type]
+    monkeypatch.setattr(streamkl.ops.engines, "choose", lambda *_: idle)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -278,6 +286,25 @@ def test_a_teacher_that_asks_for_gradients_is_fine_where_none_are_taken() -> Non
     call = tensors(teacher_k=torch.randn(2, 3, 12, 16, requires_grad=True))
     with torch.no_grad():
         attention_kl(**call)
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["", "gradients"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("given", [False, True], ids=["", "lse"])
+@pytest.mark.parametrize("heads", [6, 2, 1])
+def test_lists_of_keys_are_checked_once_a_loss(
+    backend: str, heads: int, given: bool, reduction: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topk = torch.stack([torch.randperm(12)[:5] for _ in range(20)]).view(2, 10, 5)
+    call = tensors(student_q=torch.randn(2, heads, 10, 8, requires_grad=wanted), topk_indices=topk)
+    if given:
+        call["teacher_lse"] = attention_lse(call["teacher_q"], call["teacher_k"], topk_indices=topk)
+    checks, check = [], streamkl.ops.validation.check_topk
+    monkeypatch.setattr(
+        streamkl.ops.validation, "check_topk", lambda *args, **options: checks.append(args) or check(*args, **options)
+    )
+    attention_kl(**call, reduction=reduction, backend=backend)
+    assert len(checks) == 1
 
 
 def test_values_on_other_devices_are_read_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:

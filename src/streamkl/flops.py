@@ -29,7 +29,7 @@ def allowed_pairs(support: Support) -> int:
 
 
 def _pairs(support: Support, seq: Sequence) -> int:
-    rows = torch.arange(*support.live_rows(seq)) + seq.diagonal
+    rows = torch.arange(*support.live_rows(seq), device="cpu") + seq.diagonal
     first = torch.zeros_like(rows) if support.left is None else (rows - support.left).clamp_min(0)
     last = (
         torch.full_like(rows, seq.k_len) if support.right is None else (rows + support.right + 1).clamp_max(seq.k_len)

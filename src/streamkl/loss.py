@@ -54,14 +54,14 @@ def attention_kl(
     if want_b and not want_a and reduction != "none" and (mixture or lse is not None):
         # The weight of every row is known before the sweep: loss and gradients come out of it together.
         m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
-        m_b, ln_l_b = _normalisers("b", tensors, options, dtype)
+        m_b, ln_l_b = _normalisers("b", tensors, options, dtype, checked=lse is None)
         weight = _counted(m_b, row_weight)
         if reduction == "mean":
             weight = weight / _nonzero(weight.sum())
         return torch.ops.streamkl.train(*tensors, m_a, ln_l_a, m_b, ln_l_b, weight, *options)[0]
     if mixture:
         m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
-        kl, m_b, _ = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, *options)
+        kl, m_b, _ = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, lse is None, *options)
     else:
         kl, _, _, _, m_b, _ = torch.ops.streamkl.paired_rows(*tensors, *options)
     weight = _counted(m_b.detach(), row_weight)
@@ -77,7 +77,7 @@ def attention_lse(arguments: validation.LSEArguments, scale: float | None, backe
     q, k, keys = arguments.q, arguments.k, arguments.keys
     m, ln_l = torch.ops.streamkl.logsumexp(
         q, k, None, keys.topk, keys.cu_seqlens_q, keys.cu_seqlens_k, scale, False, False, keys.left, keys.right,
-        compute_dtype(q.dtype), backend,
+        False, compute_dtype(q.dtype), backend,
     )  # fmt: skip
     return m + ln_l
 
@@ -93,15 +93,17 @@ def _load_sharding_rules() -> None:
 _load_sharding_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile runs it, untraced
 
 
-def _normalisers(side: str, tensors: Tensors, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``(m, ln l)`` of a side by a sweep over it."""
+def _normalisers(
+    side: str, tensors: Tensors, options: Options, dtype: torch.dtype, checked: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` of a side by a sweep over it; ``checked`` if the keys that rows name need no check any more."""
     if side == "a":
         q, k, w, numbers = tensors.a_q, tensors.a_k, None, (options.a_scale, options.a_relu, False)
     else:
         q, k, w, numbers = tensors.b_q, tensors.b_k, tensors.b_w, (options.b_scale, options.b_relu, options.b_summed)
     return torch.ops.streamkl.logsumexp(
         q.detach(), k.detach(), None if w is None else w.detach(), tensors.topk, tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k, *numbers, options.left, options.right, dtype, options.backend,
+        tensors.cu_seqlens_k, *numbers, options.left, options.right, checked, dtype, options.backend,
     )  # fmt: skip
 
 

@@ -28,17 +28,21 @@ _OPTIONS = (
 )
 SCHEMAS = {
     "logsumexp": f"(Tensor q, Tensor k, Tensor? w, {_KEYS}, float? scale, bool relu, bool summed, "
-    "SymInt? left, SymInt? right, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
+    "SymInt? left, SymInt? right, bool checked, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
     "checked_weight": "(Tensor row_weight, ScalarType dtype) -> Tensor",
     "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, Tensor mean, {_NORM})",
-    "mixture_rows": f"({_TENSORS}, Tensor m_a, Tensor ln_l_a, {_OPTIONS}) -> (Tensor kl, Tensor m_b, Tensor ln_l_b)",
+    "mixture_rows": f"({_TENSORS}, Tensor m_a, Tensor ln_l_a, bool checked, {_OPTIONS}) "
+    "-> (Tensor kl, Tensor m_b, Tensor ln_l_b)",
     "rows_backward": f"(Tensor row_grad, Tensor? mean, {_NORM}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
     "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
     "train": f"({_TENSORS}, {_NORM}, Tensor weight, {_OPTIONS}) "
     "-> (Tensor loss, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
     "scale_gradient": "(Tensor gradient, Tensor upstream, ScalarType dtype) -> Tensor",
 }
-"""The operators of the namespace ``streamkl``, by name."""
+"""The operators of the namespace ``streamkl``, by name.
+
+``checked`` says that an operator before has checked the keys that rows name: the first of a loss does, and no other.
+"""
 
 
 class Tensors(NamedTuple):
@@ -124,12 +128,17 @@ def _support(q: Tensor, k: Tensor, left: int | None, right: int | None, keys: tu
     return support
 
 
+def _check_topk(engine: engines.Engine, support: Support, checked: bool = False) -> None:
+    if not checked:
+        validation.check_topk(support.topk, support.nk, first_wrong_row=getattr(engine, "first_wrong_row", None))
+
+
 @body("logsumexp")
 def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    keys, (scale, relu, summed, left, right, dtype, backend) = divided(args, 3)
+    keys, (scale, relu, summed, left, right, checked, dtype, backend) = divided(args, 3)
     support, side = _support(q, k, left, right, keys), Side.of(q, k, scale, relu, summed)
-    validation.check_topk(support.topk, support.nk)
     engine = engines.choose(backend, q.device, Problem(side, side, support)).engine
+    _check_topk(engine, support, checked)
     return engine.logsumexp(support, side, q, k, w, dtype)
 
 
@@ -142,16 +151,16 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 @body("paired_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(*divided(args, TENSORS))
-    validation.check_topk(problem.support.topk, problem.support.nk)
+    _check_topk(engine, problem.support)
     kl, mean, norm = engine.paired_rows(problem, inputs)
     return kl, mean, *norm
 
 
 @body("mixture_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    tensors, (m_a, ln_l_a), options = divided(args, TENSORS, 2)
+    tensors, (m_a, ln_l_a, checked), options = divided(args, TENSORS, 3)
     engine, problem, inputs = _problem(tensors, options)
-    validation.check_topk(problem.support.topk, problem.support.nk)
+    _check_topk(engine, problem.support, checked)
     return engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.group))
 
 
@@ -167,7 +176,7 @@ def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
 def _(*args: Any) -> tuple[Tensor, ...]:
     tensors, norm, (weight,), options = divided(args, TENSORS, NORM, 1)
     engine, problem, inputs = _problem(tensors, options)
-    # The keys that rows name were checked when side b was normalised, which comes before.
+    # The keys that rows name were checked when a side was normalised, which comes before.
     loss, gradients, mass = engine.train(problem, inputs, Normalisers(*norm), weight)
     validation.check_teacher_mass(mass, norm[0])
     return loss, *(_or_empty(grad, loss) for grad in gradients[2:])

@@ -166,12 +166,12 @@ def allowed_pairs(
         starts_q, starts_k = [0, nq], [0, nk]
     else:
         starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    allowed = torch.zeros(nq, nk, dtype=torch.bool)
+    allowed = torch.zeros(nq, nk, dtype=torch.bool, device="cpu")
     for n in range(len(starts_q) - 1):
-        rows = torch.arange(starts_q[n + 1] - starts_q[n])[:, None]
-        keys = torch.arange(starts_k[n + 1] - starts_k[n])
+        rows = torch.arange(starts_q[n + 1] - starts_q[n], device="cpu")[:, None]
+        keys = torch.arange(starts_k[n + 1] - starts_k[n], device="cpu")
         on = rows + len(keys) - len(rows)  # the key on the diagonal
-        block = torch.ones(len(rows), len(keys), dtype=torch.bool)
+        block = torch.ones(len(rows), len(keys), dtype=torch.bool, device="cpu")
         if causal:
             block &= keys <= on
         if window is not None and window[0] >= 0:
@@ -186,11 +186,12 @@ def allowed_pairs(
         topk = topk[None]
     if topk.dim() == 3:
         topk = topk[:, None]
-    first, count = torch.zeros(nq, dtype=torch.int64), torch.zeros(nq, dtype=torch.int64)
+    first, count = (torch.zeros(nq, dtype=torch.int64, device="cpu") for _ in range(2))
     for n in range(len(starts_q) - 1):
         first[starts_q[n] : starts_q[n + 1]] = starts_k[n]
         count[starts_q[n] : starts_q[n + 1]] = starts_k[n + 1] - starts_k[n]
-    named = torch.zeros(*topk.shape[:3], nk + 1, dtype=torch.bool)  # the last column takes what names no key
+    # The last column takes what names no key.
+    named = torch.zeros(*topk.shape[:3], nk + 1, dtype=torch.bool, device="cpu")
     inside = (topk >= 0) & (topk < count[:, None])
     named.scatter_(-1, torch.where(inside, topk + first[:, None], nk), True)
     return allowed & named[..., :nk]
@@ -210,7 +211,7 @@ def listed_pairs(
     starts = [0, nq] if cu_seqlens_q is None else [*cu_seqlens_q.tolist(), nq]
     row_lists, first = [], 0
     for n in range(len(starts) - 1):
-        rows = torch.arange(starts[n + 1] - starts[n])
+        rows = torch.arange(starts[n + 1] - starts[n], device="cpu")
         row_lists.append(first + rows // block)
         first += -(-len(rows) // block)
     named = indices.cpu()[..., torch.cat(row_lists), :]

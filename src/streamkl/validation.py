@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -270,22 +271,41 @@ def check_cu_seqlens(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, n
             raise ValueError(f"{name} must end within the {tokens} tokens given: got {starts[-1]}")
 
 
-def check_topk(topk: Tensor | None, nk: int, whose: str = "topk_indices") -> None:
-    """Checks that ``topk [B, lists, Nq, K]`` names keys from 0 to ``nk - 1``, or -1, and no key twice in a row."""
+def check_topk(
+    topk: Tensor | None,
+    nk: int,
+    whose: str = "topk_indices",
+    first_wrong_row: Callable[[Tensor, int], int] | None = None,
+) -> None:
+    """Checks that ``topk [B, lists, Nq, K]`` names keys from 0 to ``nk - 1``, or -1, and no key twice in a row.
+
+    An engine may have a faster ``first_wrong_row`` than the one here, with the same answer.
+    """
     if topk is None or not _may_read(topk) or topk.numel() == 0:
         return
-    rows = max(1, TOPK_CHUNK // topk.shape[3])
-    for part in (part for batch in topk for a_list in batch for part in a_list.split(rows)):
+    wrong = (first_wrong_row or _first_wrong_row)(topk, nk)
+    if wrong < 0:
+        return
+    _, lists, rows, _ = topk.shape
+    row = topk[wrong // (lists * rows), wrong // rows % lists, wrong % rows].tolist()
+    for key in row:
+        if not -1 <= key < nk:
+            raise ValueError(f"{whose} must name keys from 0 to {nk - 1}, or -1 for none: got {key}")
+    twice = next(key for n, key in enumerate(row) if key >= 0 and key in row[:n])
+    raise ValueError(f"{whose} must not name a key twice in a row: got {twice}")
+
+
+def _first_wrong_row(topk: Tensor, nk: int) -> int:
+    """The first row of ``topk [B, lists, Nq, K]`` that breaks the rule of `check_topk`, or -1: sorted, in chunks."""
+    step, before = max(1, TOPK_CHUNK // topk.shape[3]), 0
+    for part in (part for batch in topk for a_list in batch for part in a_list.split(step)):
         named = part.sort(-1).values
-        wrong = (named[:, 0] < -1) | (named[:, -1] >= nk)
+        twice = ((named[:, 1:] == named[:, :-1]) & (named[:, 1:] >= 0)).any(-1)
+        wrong = twice | (named[:, 0] < -1) | (named[:, -1] >= nk)
         if bool(wrong.any()):
-            least, largest = (named[wrong][0, n].item() for n in (0, -1))
-            raise ValueError(
-                f"{whose} must name keys from 0 to {nk - 1}, or -1 for none: got a row from {least} to {largest}"
-            )
-        twice = (named[:, 1:] == named[:, :-1]) & (named[:, 1:] >= 0)
-        if bool(twice.any()):
-            raise ValueError(f"{whose} must not name a key twice in a row: got {named[:, 1:][twice][0].item()}")
+            return before + int(wrong.nonzero()[0])
+        before += len(part)
+    return -1
 
 
 def check_row_weight(row_weight: Tensor | None) -> None:

@@ -55,6 +55,25 @@ def test_no_query_is_left_without_a_key(kind, topk) -> None:
                 assert (indices[:, inside, n] == (own + n)[inside, 0]).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("topk", [1, 3, 5, 8, 9])
+@pytest.mark.parametrize("left", [0, 2, 5, 40])
+def test_with_a_window_exactly_the_queries_past_its_reach_are_left_without_a_key(kind, topk, left) -> None:
+    """A full block has its first ``topk`` diagonals, and the last of them is seen by the ``left`` queries after it."""
+    rng, block = torch.Generator().manual_seed(topk), 8
+    q, k, v = (torch.randn(2, n, 40, 8, generator=rng) for n in (4, 2, 2))
+    index = IndexTensors(torch.randn(2, 1, 40, 4, generator=rng), torch.randn(2, 40, 4, generator=rng), None)
+    call = AttentionCall(q, k, window=(left, 0), index=index)
+    indices = KINDS[kind](topk=topk, block=block).select(call)
+    rows, on = indices.repeat_interleave(block, 1), torch.arange(40)[:, None]
+    without = ~((rows >= 0) & (rows <= on) & (rows >= on - left)).any(-1)
+    assert torch.equal(without, (torch.arange(40) % block >= topk + left).expand(2, 40))
+    out = sparse_attention(q, k, v, indices, block=block, window=(left, 0))
+    assert torch.equal((out == 0).all(-1).all(1), without)
+    if topk >= block:
+        assert (rows == on).any(-1).all()
+
+
 def test_random_keys_are_drawn_once_and_alike() -> None:
     q = k = torch.randn(1, 2, 40, 8)
     one, other = (RandomSelector(12, 5).select(AttentionCall(q, k)) for _ in range(2))

@@ -79,7 +79,7 @@ def _take_over(indexer: Indexer, attention: Any) -> None:
     heads = indexer.heads if isinstance(indexer, LightningIndexer) else 1
     left, size, right = _best(q, k)
     query_maps = []
-    for share in torch.arange(len(q)).tensor_split(heads):
+    for share in torch.arange(len(q), device=q.device).tensor_split(heads):
         if heads == 1:
             query_maps.append(left * size[:, None])
         else:  # the query map that, with the shared key, is nearest to the share's own product

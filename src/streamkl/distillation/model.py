@@ -35,7 +35,7 @@ class Distiller(nn.Module):
         self.indexers = indexers.requires_grad_(True)
         modules = family.attentions(backbone)
         self.layers = [Layer(modules[int(n)], family, indexers[n], loss) for n in indexers]  # pyright: ignore[reportArgumentType]
-        self.finite = torch.ones(len(self.layers), dtype=torch.bool)
+        self.finite = torch.ones(len(self.layers), dtype=torch.bool, device="cpu")
 
     def train(self, mode: bool = True) -> Distiller:
         """Leaves the frozen model as it is evaluated."""
@@ -77,5 +77,5 @@ class Distiller(nn.Module):
     def take_broken(self) -> list[int]:
         """The layers that had a loss that was not finite since this was last asked."""
         broken = [layer.number for layer, finite in zip(self.layers, self.finite.tolist(), strict=True) if not finite]
-        self.finite = torch.ones(len(self.layers), dtype=torch.bool)
+        self.finite = torch.ones(len(self.layers), dtype=torch.bool, device="cpu")
         return broken

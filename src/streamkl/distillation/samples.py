@@ -68,6 +68,7 @@ class Samples(Dataset):
 
     def _weights(self, length: int, asked: int) -> Tensor:
         """Weights of the queries, whose mean is 1, so that every sequence weighs the same."""
-        weights = torch.arange(1, length + 1, dtype=torch.float32) if self.late else torch.ones(length)
+        weights = torch.arange(1, length + 1, dtype=torch.float32, device="cpu")
+        weights = weights if self.late else torch.ones_like(weights)
         weights[asked:] *= self.answer_weight
         return weights / weights.mean()

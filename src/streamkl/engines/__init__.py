@@ -28,7 +28,8 @@ class Engine(Protocol):
     ``b`` that is ``summed``; rows name their keys where there is a ``support.topk``. An engine without one or the
     other says so in ``unsupported``. One that can run where ``auto`` should not take it says why in a function
     ``reluctant(device)``. One that should run and does not, such as after a build that failed, says why in a function
-    ``broken(device, problem)``; ``auto`` then warns.
+    ``broken(device, problem)``; ``auto`` then warns. One that finds wrong lists of keys faster than
+    ``validation.check_topk`` has a function ``first_wrong_row(topk, nk)`` for it.
     """
 
     name: str

@@ -1,4 +1,8 @@
-"""From a caller's arguments to tensors in one layout and the keys that each row may see, or a ``ValueError``."""
+"""From a caller's arguments to tensors in one layout and the keys that each row may see, or a ``ValueError``.
+
+Values of ``cu_seqlens`` are checked by the operators, so that what calls nothing else can be traced; what reads them
+itself calls `check_sequences`.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +65,6 @@ def attention_arguments(
 ) -> AttentionArguments:
     """Checks attention's arguments, and computes its log-sum-exp where it is not given."""
     checked = validation.attention_lse_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, None, "auto")
-    validation.check_values(checked)
     packed = checked.keys.packed
     rows = [q.shape[1], q.shape[0]] if packed else [*q.shape[:3]]
     if lse is None:
@@ -88,8 +91,9 @@ def attention_support(
 ) -> tuple[Support, bool]:
     """Checks attention's arguments; returns what its rows may see, and whether it is packed."""
     checked = validation.attention_lse_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, None, "auto")
-    validation.check_values(checked)
-    return _support(checked), checked.keys.packed
+    support = _support(checked)
+    check_sequences(support)
+    return support, checked.keys.packed
 
 
 def index_arguments(
@@ -125,7 +129,6 @@ def index_arguments(
     checked = validation.attention_lse_arguments(
         index_q, one_head, index_scale, causal, window, cu_seqlens_q, cu_seqlens_k, None, "auto"
     )
-    validation.check_values(checked)
     if index_w is not None:
         wanted = [*index_q.shape[:2]] if packed else [index_q.shape[0], index_q.shape[2], index_q.shape[1]]
         if list(index_w.shape) != wanted or index_w.dtype not in FLOATS or index_w.device != index_q.device:
@@ -145,7 +148,7 @@ def index_lse(arguments: IndexArguments, backend: str) -> Tensor:
     support, w = arguments.support, arguments.w
     m, ln_l = torch.ops.streamkl.logsumexp(
         arguments.q, arguments.k.unsqueeze(1), None if w is None else w.transpose(1, 2), None, support.cu_seqlens_q,
-        support.cu_seqlens_k, arguments.scale, arguments.relu, True, support.left, support.right,
+        support.cu_seqlens_k, arguments.scale, arguments.relu, True, support.left, support.right, True,
         compute_dtype(arguments.q.dtype), backend,
     )  # fmt: skip
     return m + ln_l
@@ -162,12 +165,14 @@ def selected_arguments(indices: Tensor, attention: AttentionArguments) -> Tensor
         raise ValueError(
             f"indices must be int32 or int64 on {attention.q.device}: got {indices.dtype} on {indices.device}"
         )
-    if indices.device.type == "cpu" and indices.numel() and not -1 <= indices.min() <= indices.max() < keys:
-        raise ValueError(
-            f"indices must be keys from 0 to {keys - 1}, or -1 for none: "
-            f"got values from {int(indices.min())} to {int(indices.max())}"
-        )
-    return indices.unsqueeze(0) if attention.packed else indices
+    indices = indices.unsqueeze(0) if attention.packed else indices
+    validation.check_topk(indices.unsqueeze(1), keys, "indices")
+    return indices
+
+
+def check_sequences(support: Support) -> None:
+    """Checks the packed sequences of a support, which reads them."""
+    validation.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
 
 
 def check_count(topk: int) -> None:

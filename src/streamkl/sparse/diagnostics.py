@@ -10,7 +10,13 @@ from torch import Tensor
 
 from streamkl.problem import Sequence
 from streamkl.sparse import ops as _ops  # noqa: F401  # registers the operators
-from streamkl.sparse.arguments import AttentionArguments, attention_arguments, check_count, selected_arguments
+from streamkl.sparse.arguments import (
+    AttentionArguments,
+    attention_arguments,
+    check_count,
+    check_sequences,
+    selected_arguments,
+)
 
 GATHERED = 2**22
 """How many elements of gathered keys a block of rows may have: 16 MB in float32."""
@@ -66,6 +72,7 @@ def attention_mass(
     """
     _check_reduction(reduction)
     attention = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
+    check_sequences(attention.support)
     chosen = selected_arguments(indices, attention)
     dtype = torch.promote_types(q.dtype, torch.float32)
     mass = torch.zeros(chosen.shape[:2], dtype=dtype, device=q.device)
@@ -105,7 +112,7 @@ def topk_recall(
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``: the teacher's queries.
         k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``.
         indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: keys, in a packed batch counted from the
-            sequence's first, -1 for none.
+            sequence's first, no key twice, -1 for none.
         topk: How many keys the oracle takes; ``K`` if not given.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
@@ -138,8 +145,8 @@ def topk_recall(
     check_count(topk)
     support = attention.support
     oracle = torch.ops.streamkl.attention_topk(
-        attention.q, attention.k, attention.lse, attention.scale, topk, support.list_count(1), support.cu_seqlens_q,
-        support.cu_seqlens_k, support.left, support.right, 1, "auto",
+        attention.q, attention.k, attention.lse, attention.scale, topk, support.cu_seqlens_q, support.cu_seqlens_k,
+        support.left, support.right, 1, "auto",
     )  # fmt: skip
     recall = torch.zeros(chosen.shape[:2], device=q.device)
     rows = max(1, GATHERED // max(1, chosen.shape[2], topk))

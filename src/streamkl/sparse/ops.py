@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from streamkl import engines, validation
 from streamkl.ops import body, not_differentiable
@@ -18,12 +19,12 @@ _KEYS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right
 KEYS = 6
 """What every operator ends with, and how many they are."""
 SCHEMAS = {
-    "index_topk": "(Tensor q, Tensor k, Tensor? w, Tensor? lse, float? scale, bool relu, SymInt topk, SymInt lists, "
+    "index_topk": "(Tensor q, Tensor k, Tensor? w, Tensor? lse, float? scale, bool relu, SymInt topk, "
     f"{_KEYS}) -> Tensor",
-    "attention_topk": f"(Tensor q, Tensor k, Tensor lse, float? scale, SymInt topk, SymInt lists, {_KEYS}) -> Tensor",
+    "attention_topk": f"(Tensor q, Tensor k, Tensor lse, float? scale, SymInt topk, {_KEYS}) -> Tensor",
     "sparse_attention": f"(Tensor q, Tensor k, Tensor v, Tensor indices, float? scale, {_KEYS}) -> Tensor",
 }
-"""The operators by name; ``lists`` is how many lists of keys a batch element has, which packed sequences know alone."""
+"""The operators by name."""
 
 for _name, _schema in SCHEMAS.items():
     torch.library.define(f"streamkl::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
@@ -47,7 +48,6 @@ def _(
     scale: float | None,
     relu: bool,
     topk: int,
-    lists: int,
     *keys: Any,
 ) -> Any:
     side = Side.of(q, k, scale, relu, summed=True)
@@ -56,7 +56,7 @@ def _(
 
 
 @body("attention_topk")
-def _(q: Tensor, k: Tensor, lse: Tensor, scale: float | None, topk: int, lists: int, *keys: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, lse: Tensor, scale: float | None, topk: int, *keys: Any) -> Tensor:
     side = Side.of(q, k, scale)
     engine, support, block = _engine("attention_topk", q, k, side, keys)
     return engine.attention_topk(support, side, q, k, lse, topk, block)
@@ -73,15 +73,36 @@ def _(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None, *ke
         )
     packed = keys[0] is not None
     if packed or indices.dtype != torch.int32 or not getattr(engine, "checks_lists", False):
-        validation.check_topk(indices[:, None], support.nk, "indices")
+        validation.check_topk(indices[:, None], support.nk, "indices", getattr(engine, "first_wrong_row", None))
     return engine.sparse_attention(support, side, q, k, v, indices, block)
 
 
 @torch.library.register_fake("streamkl::index_topk")
 @torch.library.register_fake("streamkl::attention_topk")
 def _(q: Tensor, *args: Any) -> Tensor:
-    topk, lists, *_ = args[-2 - KEYS :]  # both schemas end alike
+    topk, cu_seqlens_q, *_, block, _ = args[-1 - KEYS :]  # both schemas end alike
+    lists = _traced_list_count(q.shape[2], block, packed=cu_seqlens_q is not None)
     return q.new_empty((q.shape[0], lists, topk), dtype=torch.int32)
+
+
+def _traced_list_count(nq: int, block: int, packed: bool) -> int:
+    """What `Support.list_count` gives, as far as it is known while an operator is traced.
+
+    In a packed batch it depends on the sequences' lengths. Of a dynamic length it is an expression that PyTorch would
+    compare with 1 to see whether the lists are contiguous, which keeps a length from being as short as a block: where
+    sizes may be unknown, it is an unknown one, too.
+    """
+    if block == 1:
+        return nq
+    lists = -(-nq // block)
+    if isinstance(lists, int) and not packed:
+        return lists
+    try:
+        return torch.library.get_ctx().new_dynamic_size()
+    except DynamicOutputShapeException:  # torch.compile without capture_dynamic_output_shape_ops
+        if packed:
+            raise
+        return lists
 
 
 @torch.library.register_fake("streamkl::sparse_attention")

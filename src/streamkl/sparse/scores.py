@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from streamkl.problem import Support
-from streamkl.sparse.arguments import index_arguments
+from streamkl.sparse.arguments import check_sequences, index_arguments
 
 
 def index_scores(
@@ -51,6 +51,7 @@ def index_scores(
     arguments = index_arguments(
         index_q, index_k, index_w, index_scale, activation, causal, window, cu_seqlens_q, cu_seqlens_k
     )
+    check_sequences(arguments.support)
     dtype = torch.promote_types(index_q.dtype, torch.float32)
     scores = arguments.q.to(dtype) @ arguments.k.to(dtype).mT[:, None] * arguments.scale  # [B, J, Nq, Nk]
     scores = scores.relu() if arguments.relu else scores

@@ -46,8 +46,10 @@ def index_topk(
         topk: How many keys a query gets, or a block of queries together.
         block: How many consecutive queries of a sequence share a list, counted from its first query. A key's score for
             them is its highest for any of them that may see it, so a later query chooses keys for an earlier one. The
-            keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index: no
-            query is left without a key.
+            keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index. With
+            ``topk >= block`` every query keeps the key on its diagonal. With fewer places only the first ``topk``
+            queries of a block do, and the others keep those they may see: with a window the last ``block - topk -
+            left`` queries of a full block are left without a key, and without one none is.
         normalise: Whether queries that share a list compare log-probabilities, their scores less the log-sum-exp of
             them, instead of scores. A query whose scores are all high does not crowd out the others then. It takes
             another sweep over the scores, and changes nothing where each query has a list.
@@ -64,7 +66,9 @@ def index_topk(
         first; ``blocks = ceil(Nq / block)``, in a packed batch the sequences' blocks one after another. With ``block =
         1`` it is ``[B, Nq, topk]``, as ``indexer_kl`` takes ``topk_indices``. Best first, so that the first columns are
         a smaller top-k. Equal scores go by lower index: a relu scores many keys 0. -1 fills up lists of queries that
-        see fewer than ``topk`` keys. A score of nan or ``-inf`` is never selected.
+        see fewer than ``topk`` keys. A score of nan or ``-inf`` is never selected. How many blocks a packed batch has
+        depends on its lengths: with ``block > 1`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops`` to
+        compile it whole.
 
     Example:
         >>> import torch
@@ -84,8 +88,8 @@ def index_topk(
     w = None if arguments.w is None else arguments.w.transpose(1, 2)
     lse = index_lse(arguments, backend) if normalise and block > 1 else None
     indices = torch.ops.streamkl.index_topk(
-        arguments.q, arguments.k.unsqueeze(1), w, lse, arguments.scale, arguments.relu, topk, support.list_count(block),
-        support.cu_seqlens_q, support.cu_seqlens_k, support.left, support.right, block, backend,
+        arguments.q, arguments.k.unsqueeze(1), w, lse, arguments.scale, arguments.relu, topk, support.cu_seqlens_q,
+        support.cu_seqlens_k, support.left, support.right, block, backend,
     )  # fmt: skip
     return indices[0] if arguments.packed else indices
 
@@ -115,8 +119,10 @@ def oracle_topk(
         topk: How many keys a query gets, or a block of queries together.
         block: How many consecutive queries of a sequence share a list, counted from its first query. A key's score for
             them is its highest for any of them that may see it, so a later query chooses keys for an earlier one. The
-            keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index: no
-            query is left without a key.
+            keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index. With
+            ``topk >= block`` every query keeps the key on its diagonal. With fewer places only the first ``topk``
+            queries of a block do, and the others keep those they may see: with a window the last ``block - topk -
+            left`` queries of a full block are left without a key, and without one none is.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
@@ -141,7 +147,7 @@ def oracle_topk(
     arguments = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
     support = arguments.support
     indices = torch.ops.streamkl.attention_topk(
-        arguments.q, arguments.k, arguments.lse, arguments.scale, topk, support.list_count(block),
-        support.cu_seqlens_q, support.cu_seqlens_k, support.left, support.right, block, backend,
+        arguments.q, arguments.k, arguments.lse, arguments.scale, topk, support.cu_seqlens_q, support.cu_seqlens_k,
+        support.left, support.right, block, backend,
     )  # fmt: skip
     return indices[0] if arguments.packed else indices

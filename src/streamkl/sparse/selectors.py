@@ -1,8 +1,9 @@
 """Selectors: interchangeable ways to choose the keys of each block of queries, from the tensors of one attention call.
 
-Whatever they choose, no query is left without a key. Where queries share a list, the keys on their diagonals (``i + Nk
-- Nq``) have its first places, by rising index; with a causal mask every query of the block sees the first of them. A
-list of at least as many keys as there are is dense attention.
+Where queries share a list, the keys on their diagonals (``i + Nk - Nq``) have its first places, by rising index. With a
+causal mask every query of the block sees the first of them, so that none is left without a key. A window may hide it:
+then every query keeps a key if ``topk + left >= block``, and the last ``block - topk - left`` queries of a full block
+have none if not. A list of at least as many keys as there are is dense attention.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ class _Seen(NamedTuple):
     def drawn(self, k_len: int, count: int, rng: torch.Generator) -> Tensor:
         """``[lists, count]``: own keys by rising index, then others at random, then -1."""
         key = torch.arange(k_len, device=self.first.device)
-        lot = torch.rand(len(self.first), k_len, generator=rng).to(key.device)
+        lot = torch.rand(len(self.first), k_len, generator=rng, device="cpu").to(key.device)
         lot = lot.masked_fill((key < self.low) | (key >= self.high), -1.0)
         own = (key >= self.first) & (key < self.last)
         lot = torch.where(own, 2.0 + (self.last - key), lot)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from streamkl import attention_kl, attention_lse, indexer_kl
+from streamkl import attention_kl, attention_lse, indexer_kl, validation
+from streamkl.engines import cpu
 from streamkl.testing import STUDENT, TEACHER, Case, Heads, check_accuracy, evaluate, make_case, make_indexer_case
 from streamkl.testing.indexer_cases import IndexerHeads
 
@@ -87,6 +88,46 @@ def test_repeated_calls_are_bit_equal(dtype: torch.dtype, kind: str, threads) ->
     for _ in range(REPEATS):
         for name, value in run(case).items():
             assert torch.equal(value, first[name]), name
+
+
+def broken_lists(seed: int, nk: int) -> torch.Tensor:
+    """Lists without fault, but for some entries: keys twice, beyond the last one, or below -1."""
+    rng = torch.Generator().manual_seed(seed)
+    shape, columns = (1 + seed % 2, 1 + seed % 3, 70), 1 + seed * 7 % nk
+    topk = torch.rand(*shape, nk, generator=rng).argsort(-1)[..., :columns]
+    topk[torch.rand(topk.shape, generator=rng) < 0.3] = -1
+    for wrong in (nk, -2, topk[0, 0, 0, 0], 2**31 - 1)[: seed % 5]:
+        batch, a_list, row, column = (int(torch.randint(n, (), generator=rng)) for n in topk.shape)
+        topk[batch, a_list, row, column] = wrong
+    topk = topk.int() if seed % 2 else topk
+    return topk.repeat_interleave(2, -1)[..., ::2] if seed % 3 == 1 else topk
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_wrong_lists_are_those_of_the_check_in_pytorch(seed: int, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads(3)
+    monkeypatch.setattr(validation, "TOPK_CHUNK", 64)
+    nk = 1 + seed * 13 % 200
+    topk = broken_lists(seed, nk)
+    messages = []
+    for first_wrong_row in (None, cpu.first_wrong_row):
+        try:
+            validation.check_topk(topk, nk, first_wrong_row=first_wrong_row)
+        except ValueError as error:
+            messages.append(str(error))
+    assert cpu.first_wrong_row(topk, nk) == validation._first_wrong_row(topk, nk)
+    assert len(messages) == 2 * (cpu.first_wrong_row(topk, nk) >= 0)
+    assert len(set(messages)) <= 1
+
+
+def test_this_engine_checks_its_lists_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_first_wrong_row", None)
+    case = long_case("indexer", torch.float32)
+    run(case)
+    case.options["topk_indices"] = case.options["topk_indices"].clone()
+    case.options["topk_indices"][0, 77, :2] = 5
+    with pytest.raises(ValueError, match="topk_indices must not name a key twice in a row: got 5"):
+        run(case)
 
 
 def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(allocations) -> None:

@@ -148,6 +148,11 @@ def attention_topk(support: Support, side: Side, q: Tensor, k: Tensor, lse: Tens
     )  # fmt: skip
 
 
+def first_wrong_row(topk: Tensor, nk: int) -> int:
+    """The first row of ``topk [B, lists, Nq, K]`` that ``validation.check_topk`` refuses, or -1."""
+    return torch.ops.streamkl_cpu.first_wrong_row(topk, nk)
+
+
 def sparse_attention(
     support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int
 ) -> Tensor:
@@ -176,14 +181,14 @@ def _operator(name: str, support: Support) -> Callable[..., Any]:
 
 def _keys(support: Support) -> tuple[Tensor, ...]:
     """The sequences as ``[sequences, 6]``, in the order of their fields, and the lists of keys if there are any."""
-    table = torch.tensor(list(support.sequences()), dtype=torch.int64).reshape(-1, 6)
+    table = torch.tensor(list(support.sequences()), dtype=torch.int64, device="cpu").reshape(-1, 6)
     return (table,) if support.topk is None else (table, support.topk)
 
 
 def _list_table(support: Support, block: int) -> Tensor:
     """The sequences as ``[sequences, 7]``, each with the first of the lists that its rows share."""
     rows = [(*seq, first) for seq, first in support.shared_lists(block)]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 7)
 
 
 def _window(support: Support) -> tuple[int, int]:

@@ -15,6 +15,7 @@ TORCH_LIBRARY(streamkl_cpu, library) {
   library.def("train(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor weight, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("index_topk(Tensor q, Tensor k, Tensor? w, Tensor? lse, Tensor table, float scale, bool relu, int topk, int lists, int block, int left, int right) -> Tensor");
   library.def("attention_topk(Tensor q, Tensor k, Tensor m, Tensor ln_l, Tensor table, float scale, int topk, int lists, int block, int left, int right) -> Tensor");
+  library.def("first_wrong_row(Tensor topk, int nk) -> int");
   library.def("sparse_attention(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor table, int block, float scale, int left, int right) -> Tensor");
   library.def("listed_logsumexp(Tensor q, Tensor k, Tensor? w, Tensor table, Tensor lists, float scale, bool relu, int left, int right) -> (Tensor, Tensor)");
   library.def("listed_paired_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor table, Tensor lists, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
@@ -31,6 +32,7 @@ TORCH_LIBRARY_IMPL(streamkl_cpu, CPU, library) {
   library.impl("train", &train);
   library.impl("index_topk", &index_topk);
   library.impl("attention_topk", &attention_topk);
+  library.impl("first_wrong_row", &first_wrong_row);
   library.impl("sparse_attention", &sparse_attention);
   library.impl("listed_logsumexp", &listed_logsumexp);
   library.impl("listed_paired_rows", &listed_paired_rows);

@@ -44,6 +44,10 @@ Tensor attention_topk(
     const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, const Tensor& table, double scale, int64_t topk,
     int64_t lists, int64_t block, int64_t left, int64_t right);
 
+// The first row, of those of topk [B, lists, Nq, K] one after another, that names a key twice or what is no key from 0 to nk - 1
+// and not -1 either; -1 if there is none.
+int64_t first_wrong_row(const Tensor& topk, int64_t nk);
+
 // out [B, H, Nq, Dv] over the keys of indices [B, lists, K], int32, contiguous.
 Tensor sparse_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t block,

@@ -1,9 +1,9 @@
 // Lists of keys that blocks of rows share, by rising key, and which of them each row sees.
 #pragma once
 
+#include "marks.h"
 #include "sweep.h"
 
-#include <atomic>
 #include <vector>
 
 namespace streamkl::cpu {
@@ -34,54 +34,24 @@ struct ListedKeys {
   int64_t count;
 };
 
-// Keys in any order are marked, and taken by rising key.
-class Marks {
- public:
-  explicit Marks(int64_t keys) : words_((keys + 63) / 64) {}
-
-  // Whether it was marked already.
-  bool mark(int64_t key) {
-    uint64_t& word = words_[key / 64];
-    const uint64_t bit = uint64_t(1) << key % 64;
-    const bool before = word & bit;
-    word |= bit;
-    return before;
-  }
-  // Visits the marked keys, and leaves none marked.
-  template <typename Visit>
-  void take(const Visit& visit) {
-    for (size_t w = 0; w < words_.size(); w++)
-      for (; words_[w] != 0; words_[w] &= words_[w] - 1) visit(static_cast<int64_t>(w) * 64 + __builtin_ctzll(words_[w]));
-  }
-
- private:
-  std::vector<uint64_t> words_;
-};
-
 // Sorted copies of indices [B, lists, K], one for each of `shared`.
 class SortedLists {
  public:
   SortedLists(const Tensor& indices, const std::vector<SharedRows>& shared, const Window& window, int64_t nk)
       : columns_(indices.size(2)), sorted_(std::max<int64_t>(1, shared.size() * columns_)), counts_(shared.size()) {
     const int32_t* from = indices.const_data_ptr<int32_t>();
-    std::atomic<int64_t> outside{kNone}, twice{kNone};
+    const auto row_of = [&](int64_t n) -> NamedRow<int32_t> {
+      return {from + (shared[n].seq.batch * indices.size(1) + shared[n].list) * columns_, columns_, 1};
+    };
+    FirstRow wrong;
     on_all_threads(shared.size(), [&](const auto& next) {
       Marks marks(nk);
       for (int64_t n; (n = next()) >= 0;) {
         const auto& rows = shared[n];
-        const int32_t* named = from + (rows.seq.batch * indices.size(1) + rows.list) * columns_;
         int32_t* to = sorted_.data() + n * columns_;
         const int64_t low = std::max<int64_t>(0, window.first(rows.on));
         const int64_t high = std::min(rows.seq.k_len, window.last(rows.on + rows.rows - 1));
-        for (int64_t c = 0; c < columns_; c++) {
-          const int64_t key = named[c];
-          if (key == -1) continue;
-          if (key < -1 || key >= nk) {
-            outside = key;
-            continue;
-          }
-          if (marks.mark(key)) twice = key;
-        }
+        if (!mark_row(row_of(n), nk, marks)) wrong.note(n);
         int64_t count = 0;
         marks.take([&](int64_t key) {
           if (key >= low && key < high) to[count++] = static_cast<int32_t>(key);
@@ -89,9 +59,7 @@ class SortedLists {
         counts_[n] = count;
       }
     });
-    TORCH_CHECK_VALUE(
-        outside == kNone, "indices must name keys from 0 to ", nk - 1, ", or -1 for none: got ", outside.load());
-    TORCH_CHECK_VALUE(twice == kNone, "indices must not name a key twice in a row: got ", twice.load());
+    if (!wrong.none()) refuse(row_of(wrong.row()), nk);
   }
 
   ListedKeys operator[](int64_t n) const { return {sorted_.data() + n * columns_, counts_[n]}; }
@@ -99,7 +67,18 @@ class SortedLists {
   int64_t places() const { return static_cast<int64_t>(counts_.size()) * columns_; }
 
  private:
-  static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
+  // In the words of validation.check_topk.
+  static void refuse(const NamedRow<int32_t>& row, int64_t nk) {
+    Marks marks(nk);
+    int64_t twice = -1;
+    for (int64_t c = 0; c < row.columns; c++) {
+      TORCH_CHECK_VALUE(
+          row[c] == -1 || is_key(row[c], nk), "indices must name keys from 0 to ", nk - 1, ", or -1 for none: got ", row[c]);
+      if (row[c] >= 0 && marks.mark(row[c]) && twice < 0) twice = row[c];
+    }
+    TORCH_CHECK_VALUE(twice < 0, "indices must not name a key twice in a row: got ", twice);
+  }
+
   const int64_t columns_;
   Buffer<int32_t> sorted_;
   std::vector<int64_t> counts_;

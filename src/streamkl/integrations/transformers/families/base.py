@@ -157,5 +157,5 @@ def few(linear: Any) -> Tensor:
     """The first weights of a linear map; none if they are quantised, or not in memory."""
     weight: Tensor = linear.weight.detach()
     if weight.is_meta or not weight.is_floating_point():
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     return weight.flatten()[:64].float().cpu()
