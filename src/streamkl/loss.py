@@ -38,7 +38,7 @@ def attention_kl(
     else:
         a_q, a_k, b_q, b_k = arguments.student_q, arguments.student_k, arguments.teacher_q, arguments.teacher_k
         options = Options(student_scale, teacher_scale, relu, False, *numbers)
-        lse = None  # that of side b, which is computed anyway
+        lse = None  # that of side b, which is computed anyway, and checked with it
     b_w = arguments.student_w
     tensors = Tensors(a_q, a_k, b_q, b_k, b_w, keys.topk, keys.cu_seqlens_q, keys.cu_seqlens_k)
     dtype = compute_dtype(a_q.dtype, b_q.dtype)
@@ -61,10 +61,16 @@ def attention_kl(
         return torch.ops.streamkl.train(*tensors, m_a, ln_l_a, m_b, ln_l_b, weight, *options)[0]
     if mixture:
         m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
-        kl, m_b, _ = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, lse is None, *options)
+        kl, m_b, _, mass = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, lse is None, *options)
     else:
-        kl, _, _, _, m_b, _ = torch.ops.streamkl.paired_rows(*tensors, *options)
+        kl, _, m_a, ln_l_a, m_b, ln_l_b = torch.ops.streamkl.paired_rows(*tensors, *options)
+        mass = None
     weight = _counted(m_b.detach(), row_weight)
+    if arguments.teacher_lse is not None:
+        if mass is None:  # the log-sum-exp was computed: by how much does the given one differ?
+            m, ln_l = (m_a, ln_l_a) if divergence == "forward" else (m_b, ln_l_b)
+            mass = torch.exp((m - arguments.teacher_lse) + ln_l)
+        weight = torch.ops.streamkl.checked_mass(weight, mass.detach(), arguments.teacher_lse.detach())
     rows = torch.where(weight != 0, weight * kl, 0.0)
     if reduction == "none":
         return rows
@@ -117,6 +123,7 @@ def _teacher_normalisers(
     if lse is None:
         return _normalisers("a", tensors, options, dtype)
     m = lse.detach().to(dtype)
+    m = torch.where(m == -torch.inf, torch.nan, m)  # a row that sees a key has none, and in the others nothing matters
     rest = (lse.detach() - m).to(dtype)
     return m, torch.where(rest.isfinite(), rest, 0.0)
 

@@ -30,9 +30,10 @@ SCHEMAS = {
     "logsumexp": f"(Tensor q, Tensor k, Tensor? w, {_KEYS}, float? scale, bool relu, bool summed, "
     "SymInt? left, SymInt? right, bool checked, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
     "checked_weight": "(Tensor row_weight, ScalarType dtype) -> Tensor",
+    "checked_mass": "(Tensor weight, Tensor mass, Tensor lse) -> Tensor",
     "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, Tensor mean, {_NORM})",
     "mixture_rows": f"({_TENSORS}, Tensor m_a, Tensor ln_l_a, bool checked, {_OPTIONS}) "
-    "-> (Tensor kl, Tensor m_b, Tensor ln_l_b)",
+    "-> (Tensor kl, Tensor m_b, Tensor ln_l_b, Tensor mass)",
     "rows_backward": f"(Tensor row_grad, Tensor? mean, {_NORM}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
     "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
     "train": f"({_TENSORS}, {_NORM}, Tensor weight, {_OPTIONS}) "
@@ -148,12 +149,19 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
     return row_weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
+@body("checked_mass")
+def _(weight: Tensor, mass: Tensor, lse: Tensor) -> Tensor:
+    validation.check_teacher_mass(torch.where(weight == 0, 1.0, mass), lse)
+    return weight.clone()
+
+
 @body("paired_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(*divided(args, TENSORS))
     _check_topk(engine, problem.support)
-    kl, mean, norm = engine.paired_rows(problem, inputs)
-    return kl, mean, *norm
+    kl, mean, (m_a, ln_l_a, m_b, ln_l_b) = engine.paired_rows(problem, inputs)
+    nan = _nan_unless_finite(kl)
+    return kl + nan, mean, m_a + nan, ln_l_a, m_b + nan, ln_l_b
 
 
 @body("mixture_rows")
@@ -161,7 +169,9 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     tensors, (m_a, ln_l_a, checked), options = divided(args, TENSORS, 3)
     engine, problem, inputs = _problem(tensors, options)
     _check_topk(engine, problem.support, checked)
-    return engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.group))
+    kl, m_b, ln_l_b, s = engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.group))
+    nan = _nan_unless_finite(kl)
+    return kl + nan, m_b + nan, ln_l_b, s * torch.exp(-ln_l_a[:, :: problem.group])
 
 
 @body("rows_backward")
@@ -179,7 +189,15 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     # The keys that rows name were checked when a side was normalised, which comes before.
     loss, gradients, mass = engine.train(problem, inputs, Normalisers(*norm), weight)
     validation.check_teacher_mass(mass, norm[0])
-    return loss, *(_or_empty(grad, loss) for grad in gradients[2:])
+    return loss + _nan_unless_finite(loss), *(_or_empty(grad, loss) for grad in gradients[2:])
+
+
+def _nan_unless_finite(kl: Tensor) -> Tensor:
+    """What makes nan of a divergence that is not finite, and of the maximum that its row's gradients are made with.
+
+    A logit of side ``b`` that is -inf makes inf or nan of it, depending on whether a probability underflows.
+    """
+    return kl - kl
 
 
 def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
@@ -207,6 +225,11 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
     return row_weight.new_empty(row_weight.shape, dtype=dtype)
 
 
+@torch.library.register_fake("streamkl::checked_mass")
+def _(weight: Tensor, mass: Tensor, lse: Tensor) -> Tensor:
+    return torch.empty_like(weight)
+
+
 @torch.library.register_fake("streamkl::paired_rows")
 def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...]:
     return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype)) for _ in range(6))
@@ -215,7 +238,7 @@ def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...
 @torch.library.register_fake("streamkl::mixture_rows")
 def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: Any) -> tuple[Tensor, ...]:
     summed = Options(*args[-OPTIONS:]).b_summed
-    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype), summed) for _ in range(3))
+    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype), summed) for _ in range(4))
 
 
 @torch.library.register_fake("streamkl::rows_backward")
@@ -244,7 +267,7 @@ def _save_paired(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _save_mixture(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _save_rows(ctx, inputs, None, *inputs[TENSORS : TENSORS + 2], *output[1:])
+    _save_rows(ctx, inputs, None, *inputs[TENSORS : TENSORS + 2], *output[1:3])
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], mean: Tensor | None, *norm: Tensor) -> None:

@@ -94,6 +94,7 @@ def attention_lse(
     allowed = allowed_pairs(q.shape[2], k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices)
     allowed = for_heads(allowed.to(q.device), q.shape[1])
     lse = logits(q, k, scale).masked_fill(~allowed, -torch.inf).logsumexp(-1)
+    lse = lse.masked_fill((lse == -torch.inf) & allowed.any(-1), torch.nan)
     return lse[0] if packed else lse
 
 
@@ -224,7 +225,10 @@ def for_heads(allowed: Tensor, heads: int) -> Tensor:
 
 
 def _rows(a: Tensor, b: Tensor, allowed: Tensor, divergence: str) -> tuple[Tensor, Tensor]:
-    """The divergence of each row, ``[B, R, Nq]``, and which rows see a key, from logits ``[B, heads, Nq, Nk]``."""
+    """The divergence of each row, ``[B, R, Nq]``, and which rows see a key, from logits ``[B, heads, Nq, Nk]``.
+
+    A probability of 0 adds 0 (``0 ln 0 = 0``), unless the other logit is not finite: that makes nan of the row.
+    """
     dtype = torch.promote_types(a.dtype, b.dtype)
     log_p = log_softmax(a.to(dtype), for_heads(allowed, a.shape[1])).unflatten(1, (b.shape[1], -1))
     log_p = log_p.logsumexp(2) - math.log(log_p.shape[2])  # from [B, R, H/R, Nq, Nk]
@@ -232,8 +236,9 @@ def _rows(a: Tensor, b: Tensor, allowed: Tensor, divergence: str) -> tuple[Tenso
     log_q = log_softmax(b.to(dtype), allowed)
     if divergence == "reverse":
         log_p, log_q = log_q, log_p
-    kl = torch.where(allowed, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
-    return kl, allowed.any(-1)
+    p, log_p = log_p.exp(), log_p.masked_fill(log_p == -torch.inf, 0.0)
+    kl = torch.where(allowed, p * (log_p - log_q), 0.0).sum(-1)
+    return kl + (kl - kl).detach(), allowed.any(-1)
 
 
 def _reduced(kl: Tensor, alive: Tensor, row_weight: Tensor | None, reduction: str, packed: bool) -> Tensor:

@@ -1,8 +1,11 @@
 """The mergeable row states: what a row remembers of the keys it has seen so far.
 
-Row vectors are ``[...]``, tiles of logits ``[..., keys]``; a logit of ``-inf`` is a masked pair. Two states of
+Row vectors are ``[...]``, tiles of logits ``[..., keys]``, ``-inf`` at pairs that are not allowed. Two states of
 disjoint sets of keys merge in any order, so tiles, split keys, threads and ranks all use one formula.
 The derivations are in ``docs/maths.md``.
+
+At an allowed pair, a logit of ``-inf`` of side ``a`` is a probability of 0 and adds 0. One of side ``b`` makes ``acc``
+inf or nan, whatever the probability, since every term is a product that is not selected away.
 """
 
 from __future__ import annotations
@@ -70,15 +73,15 @@ class PairedState(NamedTuple):
         return cls(none, zero, none, zero, zero)
 
     @classmethod
-    def of_tile(cls, a: Tensor, b: Tensor, masked: bool = True) -> PairedState:
-        """The state after one tile of both sides' logits, masked at the same places or, by promise, nowhere."""
+    def of_tile(cls, a: Tensor, b: Tensor, disallowed: Tensor | None = None) -> PairedState:
+        """The state after one tile of both sides' logits, ``-inf`` at the pairs that are ``disallowed``."""
         m_a, m_b = a.amax(-1), b.amax(-1)
         a = a - _finite(m_a)[..., None]
         b = b - _finite(m_b)[..., None]
         weight = torch.exp(a)
-        difference = a - b
-        if masked:
-            difference.masked_fill_(a == -torch.inf, 0.0)
+        difference = a.clamp_(min=torch.finfo(a.dtype).min).sub_(b)
+        if disallowed is not None:
+            difference.masked_fill_(disallowed, 0.0)
         acc = difference.mul_(weight).sum(-1)
         return cls(m_a, weight.sum(-1), m_b, torch.exp_(b).sum(-1), acc)
 
@@ -89,18 +92,18 @@ class PairedState(NamedTuple):
         for part in (self, other):
             alpha, beta = _decay(part.m_a, m_a), _decay(part.m_b, m_b)
             shift = (part.m_a - m_a) - (part.m_b - m_b)
-            acc = acc + torch.where(part.l_a != 0, alpha * (part.acc + part.l_a * shift), 0.0)
+            acc = acc + torch.where(part.l_a != 0, alpha * (part.acc + part.l_a * shift), part.acc)
             l_a = l_a + alpha * part.l_a
             l_b = l_b + beta * part.l_b
         return PairedState(m_a, l_a, m_b, l_b, acc)
 
     def mean(self) -> Tensor:
         """The mean under ``P`` of ``(a - m_a) - (b - m_b)``: the divergence without its logarithms."""
-        return torch.where(self.l_a != 0, self.acc / self.l_a, 0.0)
+        return torch.where(self.l_a != 0, self.acc / self.l_a, self.acc)
 
     def kl(self) -> Tensor:
         """The divergence of each row; exactly 0 for a row that has seen no key."""
-        return torch.where(self.l_a != 0, self.mean() + torch.log(self.l_b / self.l_a), 0.0)
+        return torch.where(self.l_a != 0, self.mean() + torch.log(self.l_b / self.l_a), self.acc)
 
 
 class MixtureState(NamedTuple):
@@ -121,19 +124,21 @@ class MixtureState(NamedTuple):
         return cls(none, zero, zero, zero)
 
     @classmethod
-    def of_tile(cls, p: Tensor, b: Tensor) -> MixtureState:
-        """The state after one tile of the target and of the logits of ``b``."""
+    def of_tile(cls, p: Tensor, b: Tensor, disallowed: Tensor | None = None) -> MixtureState:
+        """The state after one tile of the target, 0 at ``disallowed`` pairs, and of the logits of ``b``, ``-inf`` there."""
         m_b = b.amax(-1)
         b = b - _finite(m_b)[..., None]
-        s, acc = mixture_sums(p, b)
-        return cls(m_b, torch.exp_(b).sum(-1), s, acc)
+        l_b = torch.exp(b).sum(-1)
+        if disallowed is not None:
+            b.masked_fill_(disallowed, 0.0)
+        return cls(m_b, l_b, *mixture_sums(p, b))
 
     def merge(self, other: MixtureState) -> MixtureState:
         """The state after the keys of both."""
         m_b = torch.maximum(self.m_b, other.m_b)
         l_b = s = acc = torch.zeros_like(self.acc)
         for part in (self, other):
-            acc = acc + torch.where(part.s != 0, part.acc + part.s * (m_b - part.m_b), 0.0)
+            acc = acc + torch.where(part.s != 0, part.acc + part.s * (m_b - part.m_b), part.acc)
             l_b = l_b + part.l_b * _decay(part.m_b, m_b)
             s = s + part.s
         return MixtureState(m_b, l_b, s, acc)
@@ -166,10 +171,10 @@ def relative_to_first_head(ln_l: Tensor, group: int) -> Tensor:
 
 
 def mixture_sums(p: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """``(sum p, sum p [ln p - b])`` of a tile, where ``p = 0`` contributes 0."""
-    return p.sum(-1), torch.where(p != 0, torch.log(p).sub_(b).mul_(p), 0.0).sum(-1)
+    """``(sum p, sum p [ln p - b])`` of a tile, where ``p = 0`` contributes 0 if ``b`` is finite."""
+    return p.sum(-1), p.clamp(min=torch.finfo(p.dtype).tiny).log_().sub_(b).mul_(p).sum(-1)
 
 
 def mixture_kl(s: Tensor, acc: Tensor, l_b: Tensor | float) -> Tensor:
     """``acc / s + ln(l_b / s)``: dividing by ``s`` absorbs any factor of ``p``, and so a rounded teacher LSE."""
-    return torch.where(s != 0, acc / s + torch.log(l_b / s), 0.0)
+    return torch.where(s != 0, acc / s + torch.log(l_b / s), acc)

@@ -321,11 +321,12 @@ def check_teacher_mass(mass: Tensor, lse: Tensor) -> None:
     """Checks that the teacher's probabilities, normalised by ``teacher_lse [B, H, Nq]``, sum to 1 in every row.
 
     ``mass [B, R, Nq]`` holds the sums. An LSE of another mask, scale or logarithm is off by far more than the rounding
-    of logits of its size, which is allowed for.
+    of logits of its size, which is allowed for. A sum of nan is that of a row that is not finite, whose loss is nan.
     """
     if not _may_read(mass):
         return
     size = lse.abs().unflatten(1, (mass.shape[1], -1)).amax(2)
+    size = torch.where(size.isfinite(), size, 0.0)
     allowed = 0.01 + 64 * torch.finfo(torch.float32).eps * size
     wrong = (mass - 1).abs() > allowed
     if bool(wrong.any()):
@@ -333,6 +334,17 @@ def check_teacher_mass(mass: Tensor, lse: Tensor) -> None:
             f"teacher_lse must be the natural log-sum-exp of the teacher's scaled logits over exactly the keys allowed "
             f"here, so that its probabilities sum to 1: got rows that sum to {mass[wrong][0].item():.4g}"
         )
+
+
+def check_teacher_lse(arguments: KLArguments, lse: Tensor) -> None:
+    """Checks a given ``teacher_lse`` against ``lse [B, H, Nq]``, the teacher's own: the check where no engine runs."""
+    if arguments.teacher_lse is None or not _may_read(lse):
+        return
+    mass = torch.where(lse == -torch.inf, 1.0, torch.exp(lse - arguments.teacher_lse))
+    if arguments.row_weight is not None:
+        counts = (arguments.row_weight != 0).repeat_interleave(mass.shape[1] // arguments.row_weight.shape[1], 1)
+        mass = torch.where(counts, mass, 1.0)
+    check_teacher_mass(mass, arguments.teacher_lse)
 
 
 def _may_read(tensor: Tensor) -> bool:

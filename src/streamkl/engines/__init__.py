@@ -57,10 +57,10 @@ class Engine(Protocol):
 
     def mixture_rows(
         self, problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(kl, m_b, ln l_b)`` against a mean of heads of ``a`` with normalisers known up to a factor a group.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``(kl, m_b, ln l_b, s)`` against a mean of heads of ``a`` with normalisers known up to a factor per group.
 
-        Where ``b`` is summed, the group may be of one head.
+        ``s`` is the sum of the mean over a row's keys. Where ``b`` is summed, the group may be of one head.
         """
         ...
 

@@ -79,7 +79,8 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Norma
         state = PairedState.identity(kl[at])
         for tile in tiles:
             place = _place(support, tile, device)
-            state = state.merge(PairedState.of_tile(side_a.tile(r, place), side_b.tile(r, place), tile.masked))
+            a, b = side_a.tile(r, place), side_b.tile(r, place)
+            state = state.merge(PairedState.of_tile(a, b, place.disallowed))
         dead = _dead(support, tiles)
         norm.m_a[at], norm.ln_l_a[at] = _finished(LogSumExp(state.m_a, state.l_a), dead)
         norm.m_b[at], norm.ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b), dead)
@@ -88,12 +89,14 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Norma
     return kl, mean, norm
 
 
-def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
+def mixture_rows(
+    problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
     support, device = problem.support, inputs.b_q.device
     side_a, side_b = _operands(problem, inputs)
-    kl, m_b, ln_l_b = (
-        _rows(inputs.b_q, problem.distributions, problem.dtype, start) for start in (0.0, -torch.inf, 0.0)
+    kl, m_b, ln_l_b, s = (
+        _rows(inputs.b_q, problem.distributions, problem.dtype, start) for start in (0.0, -torch.inf, 0.0, 0.0)
     )
     for r, tiles in _walk(support, problem.distributions, device):
         at = _row_index(r, tiles)
@@ -101,10 +104,11 @@ def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) 
         for tile in tiles:
             place = _place(support, tile, device)
             p = _target(side_a, problem.group, m_a, ln_l_a, r, place)
-            state = state.merge(MixtureState.of_tile(p, side_b.tile(r, place)))
+            state = state.merge(MixtureState.of_tile(p, side_b.tile(r, place), place.disallowed))
         m_b[at], ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b), _dead(support, tiles))
         kl[at] = _or_nan(state.kl(), m_b[at])
-    return kl, m_b, ln_l_b
+        s[at] = state.s
+    return kl, m_b, ln_l_b, s
 
 
 def backward(
@@ -173,7 +177,7 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
             for part in side_b.parts(place):
                 rows = part.of_tile
                 scores = side_b.scores(r, part)
-                log_q = (_masked(side_b.logits(scores, part), part) - m_b[rows]).sub_(ln_l_b[rows])
+                log_q = (_masked(side_b.logits(scores, part), part, 0.0) - m_b[rows]).sub_(ln_l_b[rows])
                 tile_s, tile_acc = mixture_sums(p[rows], log_q)
                 s[rows] += tile_s
                 acc[rows] += tile_acc

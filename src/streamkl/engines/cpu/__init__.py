@@ -86,8 +86,10 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Norma
     return kl, mean, Normalisers(*norm)
 
 
-def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
+def mixture_rows(
+    problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
     rows = (m_a.contiguous(), ln_l_a.contiguous())
     return _operator("mixture_rows", problem.support)(*_tensors(problem, inputs), *rows, *_numbers(problem))
 

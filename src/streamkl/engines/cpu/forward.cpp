@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
   return {out.kl, out.mean, out.m_a, out.ln_l_a, out.m_b, out.ln_l_b};
 }
 
-std::tuple<Tensor, Tensor, Tensor> mixture_rows(
+std::tuple<Tensor, Tensor, Tensor, Tensor> mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
   const Window window{left, right};
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> mixture_rows(
       for (int64_t i = 0; i < block.rows(); i++) out.write(state[i / kLanes], i % kLanes, block, r, i);
     };
   });
-  return {out.kl, out.m_b, out.ln_l_b};
+  return {out.kl, out.m_b, out.ln_l_b, out.s};
 }
 
 }  // namespace streamkl::cpu

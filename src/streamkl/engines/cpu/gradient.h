@@ -76,8 +76,7 @@ struct TrainState {
       const Lanes value = load(p + j * stride), x = load(b + j * stride);
       const Lanes log_q = (logit<relu>(x, scale) - m) - ln_l;
       sum_p[turn] += select(mask, value, Lanes{});
-      const Lanes term = value == 0.0f ? Lanes{} : value * (logarithm<precision>(value) - log_q);
-      sum[turn] += select(mask, term, Lanes{});
+      sum[turn] += select(mask, mixture_term<precision>(value, log_q), Lanes{});
       Lanes db = (exponential<precision>(log_q) - value) * weight;
       if constexpr (relu) db = x * scale <= 0.0f ? Lanes{} : db;
       db = without ? Lanes{} : db;
@@ -89,7 +88,7 @@ struct TrainState {
 };
 
 // A row's divergence, and the loss of all: rows of weight 0 do not count, whatever their divergence is.
-inline float trained(float s, float acc) { return s == 0.0f ? 0.0f : acc / s - std::log(s); }
+inline float trained(float s, float acc) { return s == 0.0f ? acc : acc / s - std::log(s); }
 inline Tensor weighted_sum(const Tensor& weights, const Tensor& kl) {
   return at::where(weights.ne(0), weights.mul(kl), at::zeros({}, kl.options())).sum();
 }

@@ -10,7 +10,7 @@ TORCH_LIBRARY(streamkl_cpu, library) {
   library.def("native(ScalarType dtype) -> bool", &native);
   library.def("logsumexp(Tensor q, Tensor k, Tensor? w, Tensor table, float scale, bool relu, int left, int right) -> (Tensor, Tensor)");
   library.def("paired_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor table, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor)");
+  library.def("mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def("backward(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor mean, Tensor row_grad, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right, bool want_a, bool want_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("train(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor weight, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("index_topk(Tensor q, Tensor k, Tensor? w, Tensor? lse, Tensor table, float scale, bool relu, int topk, int lists, int block, int left, int right) -> Tensor");
@@ -19,7 +19,7 @@ TORCH_LIBRARY(streamkl_cpu, library) {
   library.def("sparse_attention(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor table, int block, float scale, int left, int right) -> Tensor");
   library.def("listed_logsumexp(Tensor q, Tensor k, Tensor? w, Tensor table, Tensor lists, float scale, bool relu, int left, int right) -> (Tensor, Tensor)");
   library.def("listed_paired_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor table, Tensor lists, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("listed_mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor lists, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor)");
+  library.def("listed_mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor lists, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def("listed_backward(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor lists, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor mean, Tensor row_grad, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right, bool want_a, bool want_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("listed_train(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor lists, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor weight, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }

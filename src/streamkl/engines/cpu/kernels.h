@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, double a_scale,
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
-std::tuple<Tensor, Tensor, Tensor> mixture_rows(
+std::tuple<Tensor, Tensor, Tensor, Tensor> mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> listed_paired_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, const Tensor& lists,
     double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
-std::tuple<Tensor, Tensor, Tensor> listed_mixture_rows(
+std::tuple<Tensor, Tensor, Tensor, Tensor> listed_mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& lists, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 

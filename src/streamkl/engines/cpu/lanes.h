@@ -20,6 +20,7 @@ namespace streamkl::cpu {
 
 constexpr int64_t kLanes = 16;
 constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kLargest = std::numeric_limits<float>::max(), kSmallest = std::numeric_limits<float>::min();
 
 using Lanes = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
@@ -149,7 +150,7 @@ STREAMKL_INLINE Lanes exponential(Lanes x) {
 #endif
 }
 
-// ln x for x > 0: within 2 ulp (kExact); or, if it is neither nan nor denormal, within 3e-7 of it, and ln 1 = 0 (kFast).
+// ln x for x > 0 that is neither nan nor denormal: within 2 ulp (kExact), or within 3e-7 of it, and ln 1 = 0 (kFast).
 template <Precision precision>
 STREAMKL_INLINE Lanes logarithm(Lanes x) {
   if constexpr (precision == Precision::kFast) {
@@ -163,12 +164,8 @@ STREAMKL_INLINE Lanes logarithm(Lanes x) {
     p = fma(p, f, splat(-5.00001672e-1f));
     return fma(__builtin_convertvector(exponent, Lanes), splat(kLn2), fma(p, f * f, f));
   }
-  const Ints small = x < 1.17549435e-38f;
-  const Lanes scaled = small ? x * 8388608.0f : x;
-  Ints bits = bits_of<Ints>(scaled);
-  const Ints exponent = (bits - 0x3f3504f3) >> 23;
-  const Lanes f = bits_of<Lanes>(bits - (exponent << 23)) - 1.0f;
-  const Lanes e = __builtin_convertvector(exponent, Lanes) - (small ? splat(23.0f) : splat(0.0f));
+  const Ints bits = bits_of<Ints>(x), exponent = (bits - 0x3f3504f3) >> 23;
+  const Lanes f = bits_of<Lanes>(bits - (exponent << 23)) - 1.0f, e = __builtin_convertvector(exponent, Lanes);
   Lanes p = fma(splat(7.0376836292e-2f), f, splat(-1.1514610310e-1f));
   p = fma(p, f, splat(1.1676998740e-1f));
   p = fma(p, f, splat(-1.2420140846e-1f));
@@ -181,7 +178,7 @@ STREAMKL_INLINE Lanes logarithm(Lanes x) {
   p = p * f * f2;
   p = fma(e, splat(-2.12194440e-4f), p);
   p = fma(splat(-0.5f), f2, p);
-  return x != x ? x : fma(e, splat(0.693359375f), f + p);
+  return fma(e, splat(0.693359375f), f + p);
 }
 
 // x / n, where r is 1 / n, and n / n = 1. Without a division, which takes five times as long, if products can be fused.

@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> listed_paired_rows(
   return {out.kl, out.mean, out.m_a, out.ln_l_a, out.m_b, out.ln_l_b};
 }
 
-std::tuple<Tensor, Tensor, Tensor> listed_mixture_rows(
+std::tuple<Tensor, Tensor, Tensor, Tensor> listed_mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& lists_, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu,
     int64_t left, int64_t right) {
@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor> listed_mixture_rows(
       }
     };
   });
-  return {out.kl, out.m_b, out.ln_l_b};
+  return {out.kl, out.m_b, out.ln_l_b, out.s};
 }
 
 }  // namespace streamkl::cpu

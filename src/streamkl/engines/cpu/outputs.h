@@ -41,15 +41,16 @@ struct PairedRows {
 };
 
 struct MixtureRows {
-  Tensor kl, m_b, ln_l_b;
+  Tensor kl, m_b, ln_l_b, s;
   MixtureRows(const Tensor& q, int64_t heads)
-      : kl(rows_like(q, heads, 0.0f)), m_b(rows_like(q, heads, -kInf)), ln_l_b(rows_like(q, heads, 0.0f)) {}
+      : kl(rows_like(q, heads, 0.0f)), m_b(rows_like(q, heads, -kInf)), ln_l_b(rows_like(q, heads, 0.0f)), s(rows_like(q, heads, 0.0f)) {}
 
   void write(const MixtureState& state, int64_t l, const Block& block, int64_t r, int64_t i) const {
     const float sum = state.s[l];
     // ln(l_b / s), where both are 1 to rounding if a row has one key: their difference is exact, their quotient is not.
-    const float divergence = sum == 0.0f ? 0.0f : state.acc[l] / sum + std::log1p((state.l_b[l] - sum) / sum);
+    const float divergence = sum == 0.0f ? state.acc[l] : state.acc[l] / sum + std::log1p((state.l_b[l] - sum) / sum);
     Rows(kl).at(block, r)[i] = state.m_b[l] == -kInf ? NAN : divergence;
+    Rows(s).at(block, r)[i] = sum;
     write_pair(state.m_b[l], state.l_b[l], m_b, ln_l_b, block, r, i);
   }
 };

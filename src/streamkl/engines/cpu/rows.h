@@ -164,15 +164,16 @@ struct PairedState {
       m_a = top_a;
       m_b = top_b;
       for (int turn : {0, 1}) sum_a[turn] = sum_b[turn] = sum[turn] = Lanes{};
+      const Lanes at_a = top_a == -kInf ? Lanes{} : top_a;
       each_key(span, [&](int64_t j, auto mask, int turn) {
         __builtin_prefetch(a + (j + kAhead) * stride);
         __builtin_prefetch(b + (j + kAhead) * stride);
-        const Lanes za = units_a.difference(units_a.value(load(a + j * stride)), top_a);
+        const Lanes za = units_a.difference(units_a.value(load(a + j * stride)), at_a);
         const Lanes zb = units_b.difference(units_b.value(load(b + j * stride)), top_b);
         const Lanes weight = units_a.weight(za);
         sum_a[turn] += select(mask, weight, Lanes{});
         sum_b[turn] += select(mask, units_b.weight(zb), Lanes{});
-        sum[turn] = select(mask, fma(weight, za - zb, sum[turn]), sum[turn]);
+        sum[turn] = select(mask, fma(weight, max(za, splat(-kLargest)) - zb, sum[turn]), sum[turn]);  // 0 of weight 0, if b is finite
       });
       late_a = sum_a[0] + sum_a[1] > kLate;
       late_b = sum_b[0] + sum_b[1] > kLate;
@@ -182,6 +183,12 @@ struct PairedState {
     acc += sum[0] + sum[1];
   }
 };
+
+// p (ln p - b): 0 where p is, unless b is not finite.
+template <Precision precision>
+STREAMKL_INLINE Lanes mixture_term(Lanes p, Lanes b) {
+  return p * (logarithm<precision>(max(p, splat(kSmallest))) - b);
+}
 
 // Against a mixture p, whose values are known. s is the sum of p and acc that of p (ln p - b), in logits.
 struct MixtureState {
@@ -196,8 +203,7 @@ struct MixtureState {
       const Lanes weight = load(p + j * stride), zb = logit<relu>(load(b + j * stride), factor) - m;
       sum_b[turn] += select(mask, exponential<precision>(zb), Lanes{});
       sum_p[turn] += select(mask, weight, Lanes{});
-      const Lanes term = weight == 0.0f ? Lanes{} : weight * (logarithm<precision>(weight) - zb);
-      sum[turn] += select(mask, term, Lanes{});
+      sum[turn] += select(mask, mixture_term<precision>(weight, zb), Lanes{});
     });
     acc = (s == 0.0f ? acc : acc + s * (m - m_b)) + (sum[0] + sum[1]);
     s += sum_p[0] + sum_p[1];

@@ -101,8 +101,10 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Norma
     return rows
 
 
-def mixture_rows(problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
+def mixture_rows(
+    problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
     from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
@@ -147,7 +149,7 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     ln2 = math.log(2)
     rounding = (norm.ln_l_b.double() - ln2 * made.b.l.double()).float()  # of log2 l_b, which the sweep read
     kl = (ln2 * acc / s + rounding) - torch.log(s)
-    loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, 0.0), 0.0).sum()
+    loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, acc), 0.0).sum()
     dw = None if made.dw is None or inputs.b_w is None else _summed(made.dw, inputs.b_w)
     gradients = Gradients(None, None, _summed(made.dq, inputs.b_q), made.dk, dw)
     return loss, gradients, torch.where(weight == 0, 1.0, s)

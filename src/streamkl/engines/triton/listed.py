@@ -90,18 +90,18 @@ def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launc
 
 def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor, arch: str
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
-    """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``."""
+) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``."""
     sweep = ListedSweep(problem, inputs[:4], arch, "mixture_listed", inputs.b_w is not None, True)
     prepare, a = known_rows(m_a, ln_l_a, None, problem.group)
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
-        for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
+        for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0, "s": 0.0}.items()
     }
     arguments = tensors(inputs) | index_weights(inputs) | {"m_a": a.m, "l_a": a.l} | out | _scales(problem)
     launch = sweep.listed(listed_mixture_kernel, arguments, A=sweep.a, B=sweep.b, TARGET_ROWS=sweep.target_rows)
-    kl, m_b, ln_l_b = out.values()
-    return [prepare, launch], (kl, m_b, ln_l_b)
+    kl, m_b, ln_l_b, s = out.values()
+    return [prepare, launch], (kl, m_b, ln_l_b, s)
 
 
 def backward(

@@ -64,19 +64,19 @@ def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launc
 
 def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor, arch: str
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
-    """``(kl, m_b, ln l_b)`` of each row against the mean of its heads of ``a``."""
+) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``."""
     kind = "mixture_index" if _is_index(problem, inputs) else "mixture"
     sweep = Sweep(problem, inputs[:4], arch, kind, inputs.b_w is not None)
     prepare, a = known_rows(m_a, ln_l_a, None, problem.group)
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
-        for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
+        for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0, "s": 0.0}.items()
     }
     known = tensors(inputs) | index_weights(inputs) | {"m_a": a.m, "l_a": a.l}
     launches = _forward(sweep, inputs, mixture_kernel, merge_mixture_kernel, 4, known, out)
-    kl, m_b, ln_l_b = out.values()
-    return [prepare, *launches], (kl, m_b, ln_l_b)
+    kl, m_b, ln_l_b, s = out.values()
+    return [prepare, *launches], (kl, m_b, ln_l_b, s)
 
 
 def backward(

@@ -190,19 +190,20 @@ def _mixture_sweep(
 
 
 @triton.jit
-def store_mixture(out_kl, out_mb, out_lb, o_row, m_q, m_live, m_b, l_b, s, acc):
-    """Finishes a state: divergence and normalisers of each row; 0 and ``-inf`` where none was seen."""
-    kl = tl.where(s != 0, tl.div_rn(acc, s) + log_of_ratio(l_b, s), 0.0)
+def store_mixture(out_kl, out_mb, out_lb, out_s, o_row, m_q, m_live, m_b, l_b, s, acc):
+    """Finishes a state: divergence, normalisers and mass of each row; 0 and ``-inf`` where none was seen."""
+    kl = tl.where(s != 0, tl.div_rn(acc, s) + log_of_ratio(l_b, s), acc)
     kl = tl.where(m_b == m_b, kl, float("nan"))
     tl.store(out_kl + o_row, tl.where(m_live, kl, 0.0), mask=m_q)
     tl.store(out_mb + o_row, tl.where(m_live, m_b, -float("inf")), mask=m_q)
     tl.store(out_lb + o_row, tl.where(m_live, tl.log(l_b), 0.0), mask=m_q)
+    tl.store(out_s + o_row, tl.where(m_live, s, 0.0), mask=m_q)
 
 
 @triton.jit
 def mixture_kernel(
     q_a, k_a, q_b, k_b, w_b, strides_qa, strides_ka, strides_qb, strides_kb, strides_wb, m_a, l_a, cu, extent,
-    scale_a, scale_b, out_kl, out_mb, out_lb, parts, blocks, units, splits, rows,
+    scale_a, scale_b, out_kl, out_mb, out_lb, out_s, parts, blocks, units, splits, rows,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -251,4 +252,4 @@ def mixture_kernel(
         tl.store(p_part + 2 * step, s, mask=m_q)
         tl.store(p_part + 3 * step, acc, mask=m_q)
     else:
-        store_mixture(out_kl, out_mb, out_lb, o_row, m_q, m_live, m_b, l_b, s, acc)
+        store_mixture(out_kl, out_mb, out_lb, out_s, o_row, m_q, m_live, m_b, l_b, s, acc)

@@ -240,7 +240,7 @@ def listed_paired_kernel(
 @triton.jit
 def listed_mixture_kernel(
     q_a, k_a, q_b, k_b, w_b, strides_qa, strides_ka, strides_qb, strides_kb, strides_wb, m_a, l_a, topk, strides_t,
-    columns, per, cu, extent, scale_a, scale_b, out_kl, out_mb, out_lb, blocks, units, parts,
+    columns, per, cu, extent, scale_a, scale_b, out_kl, out_mb, out_lb, out_s, blocks, units, parts,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     TARGET_ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -284,4 +284,4 @@ def listed_mixture_kernel(
         )  # fmt: skip
     m_live = m_q & (seen > 0)
     m_b = checked_maximum(m_b, m_live)
-    store_mixture(out_kl, out_mb, out_lb, o_row, m_q, m_live, m_b, l_b, s, acc)
+    store_mixture(out_kl, out_mb, out_lb, out_s, o_row, m_q, m_live, m_b, l_b, s, acc)

@@ -2,7 +2,8 @@
 
 Names: ``b_*`` values of a tile, ``p_*`` pointers, ``o_*`` offsets, ``m_*`` masks, except the states' own ``m_a`` and
 ``m_b``. A row that has seen no key has a maximum of ``NONE``, a finite number: what such a row adds up is multiplied by
-``exp(NONE - m) = 0`` once it sees one, and selected away if it never does.
+``exp(NONE - m) = 0`` once it sees one, and selected away if it never does. ``NONE`` lies below every logit that the
+contract promises anything of (1e30), and so far from the end of float32 that a thousand times it is finite.
 
 Kernels are compiled without contraction (``enable_fp_fusion=False``): ``x * scale - m`` must be 0 where ``m`` is
 ``x * scale``, or a row with one key would have a divergence. Where a fused multiply-add is wanted it is written.
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NONE = tl.constexpr(-1.0e30)
+NONE = tl.constexpr(-1.0e34)
 SMALLEST = tl.constexpr(1.0e-37)
 """Below it a logarithm may be that of 0; what such a probability adds to a divergence is far below a rounding."""
 IGNORED = tl.constexpr(1.0e30)
@@ -274,7 +275,10 @@ def update_lse(m, l, b_x):
 
 @triton.jit
 def update_paired(m_a, l_a, m_b, l_b, acc, b_a, b_b):
-    """The state of `PairedState` after another tile of both sides' logits."""
+    """The state of `PairedState` after another tile of both sides' logits.
+
+    Where ``a`` is -inf its weight is 0, and so is what it adds, unless ``b`` is not finite either.
+    """
     top_a = tl.maximum(m_a, tl.max(b_a, 1))
     top_b = tl.maximum(m_b, tl.max(b_b, 1))
     b_a = b_a - top_a[:, None]
@@ -282,7 +286,7 @@ def update_paired(m_a, l_a, m_b, l_b, acc, b_a, b_b):
     b_w = exp(b_a)
     alpha = exp(m_a - top_a)
     shift = (m_a - top_a) - (m_b - top_b)
-    acc = alpha * (acc + l_a * shift) + tl.sum(b_w * (b_a - b_b), 1)
+    acc = alpha * (acc + l_a * shift) + tl.sum(b_w * (tl.maximum(b_a, NONE) - b_b), 1)
     l_a = alpha * l_a + tl.sum(b_w, 1)
     l_b = exp(m_b - top_b) * l_b + tl.sum(exp(b_b), 1)
     return top_a, l_a, top_b, l_b, acc
@@ -299,8 +303,8 @@ def mean_of(b_p, GROUP: tl.constexpr):
 
 @triton.jit
 def mixture_terms(b_p, b_b):
-    """``p [ln p - b]`` of a tile, 0 where ``p`` is."""
-    return tl.where(b_p > SMALLEST, b_p * (tl.log(tl.maximum(b_p, SMALLEST)) - b_b), b_p)
+    """``p [ln p - b]`` of a tile: 0 where ``p`` is, unless ``b`` is not finite."""
+    return b_p * (tl.log(tl.maximum(b_p, SMALLEST)) - b_b)
 
 
 @triton.jit

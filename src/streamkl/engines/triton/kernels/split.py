@@ -69,7 +69,7 @@ def merge_paired_kernel(
 
 
 @triton.jit
-def merge_mixture_kernel(parts, out_kl, out_mb, out_lb, splits, rows, BLOCK: tl.constexpr):
+def merge_mixture_kernel(parts, out_kl, out_mb, out_lb, out_s, splits, rows, BLOCK: tl.constexpr):
     """Merges states of `MixtureState`."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_q = o_row < rows
@@ -92,4 +92,4 @@ def merge_mixture_kernel(parts, out_kl, out_mb, out_lb, splits, rows, BLOCK: tl.
         s = s + s_i
         m_b = top
         p_part += step
-    store_mixture(out_kl, out_mb, out_lb, o_row, m_q, m_b != NONE, m_b, l_b, s, acc)
+    store_mixture(out_kl, out_mb, out_lb, out_s, o_row, m_q, m_b != NONE, m_b, l_b, s, acc)
