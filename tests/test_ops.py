@@ -75,6 +75,7 @@ def op_arguments() -> dict[str, tuple]:
             ),
         }  # fmt: skip
     arguments["checked_weight-"] = (torch.rand(1, 9)[:, None].expand(1, 2, 9), torch.float64)
+    arguments["checked_mass-"] = (torch.rand(1, 2, 9), torch.ones(1, 2, 9), torch.randn(1, 4, 9))
     arguments["scale_gradient-"] = (torch.randn(2, 3), torch.tensor(3.0), torch.float16)
     return arguments
 

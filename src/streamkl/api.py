@@ -73,8 +73,8 @@ def attention_kl(
         student_activation: ``"relu"`` applies a relu to the student's scaled products.
         teacher_lse: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the natural log-sum-exp of the teacher's
             scaled logits over exactly the keys allowed here, as fused attention returns it. Saves a sweep over the
-            teacher where gradients are wanted or ``R < H``, and is not read elsewhere. A constant. In the one-sweep
-            path, one that does not normalise the teacher is refused.
+            teacher where gradients are wanted or ``R < H``. A constant. One that does not normalise the teacher is
+            refused; on GPUs that is looked at only under ``STREAMKL_CHECK=1``, since it synchronises.
         row_weight: ``[B, Nq]`` or ``[B, R, Nq]``, packed ``[Tq]`` or ``[R, Tq]``: not negative, a constant.
         divergence: ``"forward"`` is KL(teacher || student), ``"reverse"`` KL(student || teacher), the latter for
             ``R == H``.
@@ -86,7 +86,9 @@ def attention_kl(
 
     Returns:
         The loss, float32 (float64 if an input is). A row that sees no key, or has weight 0, has a loss of exactly 0 and
-        leaves gradients of exactly 0. Gradients have their input's dtype.
+        leaves gradients of exactly 0. Gradients have their input's dtype. A logit of ``-inf`` of the teacher (of the
+        student, if ``"reverse"``) is a probability of 0 and adds 0; a row with any other logit that is not finite is
+        nan.
 
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
@@ -188,8 +190,8 @@ def indexer_kl(
         teacher_scale: Multiplies the teacher's products; ``1/sqrt(Dt)`` if not given.
         teacher_lse: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the natural log-sum-exp of the teacher's
             scaled logits over exactly the keys allowed here, top-k included, as fused attention returns it and
-            `attention_lse` computes it. A constant. Where gradients are made with it, one that does not normalise the
-            teacher is refused.
+            `attention_lse` computes it. A constant. One that does not normalise the teacher is refused; on GPUs that
+            is looked at only under ``STREAMKL_CHECK=1``, since it synchronises.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``: aligned bottom-right, so that the last query sees all.
         window: ``(left, right)``: query ``i`` sees ``left`` keys before and ``right`` keys after its own, key
             ``i + Nk - Nq``; a negative side is unbounded. Intersects with ``causal``.
@@ -283,8 +285,8 @@ def attention_lse(
         backend: ``"auto"``, or the name of an engine, which is then used or raises.
 
     Returns:
-        ``[B, H, Nq]``, packed ``[H, Tq]``, float32 (float64 if the inputs are); ``-inf`` for a row that sees no key.
-        It is not differentiated: its backward raises.
+        ``[B, H, Nq]``, packed ``[H, Tq]``, float32 (float64 if the inputs are); ``-inf`` for a row that sees no key,
+        nan for one that sees some and whose logits are all ``-inf``. It is not differentiated: its backward raises.
 
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.

@@ -56,6 +56,8 @@ def attention_kl(
         m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
         m_b, ln_l_b = _normalisers("b", tensors, options, dtype, checked=lse is None)
         weight = _counted(m_b, row_weight)
+        if lse is not None:  # the sums are checked with the sweep that makes them
+            weight = torch.ops.streamkl.checked_mass(weight, torch.ones_like(weight), lse.detach())
         if reduction == "mean":
             weight = weight / _nonzero(weight.sum())
         return torch.ops.streamkl.train(*tensors, m_a, ln_l_a, m_b, ln_l_b, weight, *options)[0]

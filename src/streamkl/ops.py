@@ -151,6 +151,8 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @body("checked_mass")
 def _(weight: Tensor, mass: Tensor, lse: Tensor) -> Tensor:
+    none = (lse == -torch.inf).unflatten(1, (weight.shape[1], -1)).any(2)  # that of a row that sees no key
+    mass = torch.where(none, torch.inf, mass)
     validation.check_teacher_mass(torch.where(weight == 0, 1.0, mass), lse)
     return weight.clone()
 
@@ -188,7 +190,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(tensors, options)
     # The keys that rows name were checked when a side was normalised, which comes before.
     loss, gradients, mass = engine.train(problem, inputs, Normalisers(*norm), weight)
-    validation.check_teacher_mass(mass, norm[0])
+    validation.check_teacher_mass(torch.where(norm[2] == -torch.inf, 1.0, mass), norm[0])
     return loss + _nan_unless_finite(loss), *(_or_empty(grad, loss) for grad in gradients[2:])
 
 

@@ -125,7 +125,7 @@ class MixtureState(NamedTuple):
 
     @classmethod
     def of_tile(cls, p: Tensor, b: Tensor, disallowed: Tensor | None = None) -> MixtureState:
-        """The state after one tile of the target, 0 at ``disallowed`` pairs, and of the logits of ``b``, ``-inf`` there."""
+        """The state after one tile of the target and of the logits of ``b``: 0 and ``-inf`` where ``disallowed``."""
         m_b = b.amax(-1)
         b = b - _finite(m_b)[..., None]
         l_b = torch.exp(b).sum(-1)

@@ -5,7 +5,7 @@ Nothing in the package imports it; a project that brings an engine of its own ca
 
 from streamkl.testing.accuracy import Errors, Results, check_accuracy, evaluate
 from streamkl.testing.indexer_cases import INDEX, IndexerHeads, make_indexer_case, random_indexer_case
-from streamkl.testing.problems import STUDENT, TEACHER, Case, Heads, make_case, random_case
+from streamkl.testing.problems import STUDENT, TEACHER, Case, Heads, Infinite, make_case, random_case
 from streamkl.testing.sparse_accuracy import (
     check_index_topk,
     check_normalised_topk,
@@ -22,6 +22,7 @@ __all__ = [
     "Errors",
     "Heads",
     "IndexerHeads",
+    "Infinite",
     "Results",
     "SparseCase",
     "check_accuracy",

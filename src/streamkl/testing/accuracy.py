@@ -3,7 +3,7 @@
 An output may err against the float64 reference at most twice as much as the eager implementation does, plus one
 rounding of the output. Eager is ``reference.py`` in the inputs' own dtypes: products in them, everything after in
 float32. Where the caller gives ``teacher_lse``, what its rounding does to the outputs is added. No tolerance is set by
-hand.
+hand. Where an infinite input makes nan of rows, the same rows must be nan, and no more is compared.
 
 In float32 and float64 the engine rounds as eager does, and one of the two may be right by chance: where a side is of
 these, eager's error is the largest over several orders of head dimensions and index heads, which change no exact value,
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import streamkl
 from streamkl import reference
-from streamkl.testing.problems import Case, mask_of
+from streamkl.testing.problems import FAR_BELOW, Case, mask_of
 
 EAGER_ROWS = 512
 """Over how many rows, of all runs together, the largest eager error is taken: few rows are run more often."""
@@ -101,6 +101,11 @@ def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Te
     ours = evaluate(call, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, backend=backend).named()
     case = case.to("cpu")  # not every device has float64
     ours = {name: x.cpu() for name, x in ours.items()}
+    nan_rows = _nan_rows(case)
+    if nan_rows is not None and nan_rows.any():
+        expected = nan_rows if case.options.get("reduction") == "none" else torch.tensor(True)
+        right = torch.equal(ours["loss"].isnan(), expected) and not ours["loss"].isinf().any()
+        return Errors({"loss": 0.0 if right else torch.inf}, {"loss": 0.0})
     exact = evaluate(_definition(case), case.clean(torch.float64), case, **case.options).named()
     error, least, lse_error = {}, {}, _lse_error(case)
     for name, value in ours.items():
@@ -115,6 +120,14 @@ def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Te
         if errors.worst <= 1:
             break
     return errors
+
+
+def _nan_rows(case: Case) -> Tensor | None:
+    """Which rows of an infinite problem have no number for a loss, in its shape; ``None`` where all is finite."""
+    if case.infinite is None:
+        return None
+    tensors, options = case.clean(torch.float64, finite=False), {**case.options, "reduction": "none"}
+    return _definition(case)(**tensors, **options).isnan()
 
 
 def _definition(case: Case) -> Callable[..., Tensor]:
@@ -239,12 +252,13 @@ def _lse_error(case: Case) -> dict[str, float]:
     a = reference.logits(teacher_q, teacher_k, scale)
     q_float, k_float = teacher_q.float(), teacher_k.float()
     a_of_float = reference.logits(q_float.double(), k_float.double(), scale)
+    possible = ~(teacher_k == FAR_BELOW).any(-1).any(1)  # [B, Nk]: the rounding of other logits does not matter
     logit_error, rng = 0.0, torch.Generator().manual_seed(case.seed)
     for run in range(LOGIT_ORDERS):
         order = torch.randperm(q_float.shape[-1], generator=rng) if run else torch.arange(q_float.shape[-1])
         order = order.to(q_float.device)
         a_float = reference.logits(q_float[..., order], k_float[..., order], scale)
-        logit_error = max(logit_error, _largest(a_float - a_of_float))
+        logit_error = max(logit_error, _largest((a_float - a_of_float) * possible[:, None, None]))
     eps, eps_float = torch.finfo(finite.dtype).eps, torch.finfo(torch.float32).eps
     delta = eps * _largest(finite) + eps / eps_float * logit_error
 

@@ -13,13 +13,17 @@ from torch import Tensor
 
 from streamkl.testing.problems import (
     DTYPES,
+    INFINITE,
     Case,
+    Infinite,
+    draw_infinite,
     draw_lse,
     draw_row_weight,
     draw_sequences,
     draw_topk,
     draw_values,
     draw_window,
+    make_infinite,
     mask_options,
     place_case,
     poison,
@@ -56,6 +60,7 @@ def make_indexer_case(
     wanted: tuple[str, ...] = INDEX,
     spread: tuple[float, float] = (1.0, 1.0),
     offset: tuple[float, float] = (0.0, 0.0),
+    infinite: Infinite | None = None,
     guard: bool = True,
     device: str | torch.device = "cpu",
     **options: Any,
@@ -76,6 +81,7 @@ def make_indexer_case(
         wanted: The names of the tensors that want a gradient; ``index_w`` only if it is given.
         spread: Standard deviations of teacher logits and index scores, about.
         offset: Added to the first element of each query and key.
+        infinite: A token that is infinite.
         guard: Puts the tensors into larger ones filled with nan, with random strides.
         device: Where the tensors live; their values do not depend on it.
         options: Keyword arguments of ``indexer_kl``.
@@ -94,6 +100,7 @@ def make_indexer_case(
     }
     rng = torch.Generator().manual_seed(seed)
     values = draw_values(rng, shapes, dtypes, spread, offset)
+    make_infinite(values, infinite)
     weight = torch.randn(batch, nq, heads.indexer, generator=rng) * heads.indexer**-0.5
     options, allowed, dead = mask_options(seed, tokens, cu_seqlens, row_weight, {"causal": True, **options})
     poison(values, allowed, dead)
@@ -108,7 +115,8 @@ def make_indexer_case(
     wanted = tuple(name for name in wanted if name in values)
     rows = (1, nq) if packed else (batch, 1, nq)
     upstream = torch.randn(rows if options.get("reduction") == "none" else (), generator=rng)
-    return place_case(Case(seed, values, options, lse, wanted, upstream, dead, "indexer_kl"), guard, device)
+    case = Case(seed, values, options, lse, wanted, upstream, dead, "indexer_kl", infinite)
+    return place_case(case, guard, device)
 
 
 def random_indexer_case(
@@ -171,4 +179,8 @@ def random_indexer_case(
     if topk or (topk is None and rng.random() < 0.4):
         lists = rng.choice((None, 1))
         drawn["topk_indices"] = draw_topk(rng, batch, lists, drawn["tokens"], drawn.get("cu_seqlens"))
+    if rng.random() < INFINITE:
+        infinite = drawn["infinite"] = draw_infinite(rng, "teacher", "index", drawn["tokens"])
+        promised = infinite is not None and (infinite.name, infinite.value) == ("teacher_k", -torch.inf)
+        drawn["wanted"] = drawn["wanted"] if promised else ()
     return make_indexer_case(seed, device=device, **drawn)

@@ -22,6 +22,18 @@ DIMS = (16, 40, 59, 64, 80, 96, 111, 128, 192, 256, 576)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STUDENT = ("student_q", "student_k")
 TEACHER = ("teacher_q", "teacher_k")
+INFINITE = 0.15
+"""In what share of the random problems a token is infinite."""
+FAR_BELOW = -61440.0
+"""What stands for -inf in an element of a key: its logits have probabilities of 0 in float64, in every dtype."""
+
+
+class Infinite(NamedTuple):
+    """An infinite value in the first element of a token, in all its heads; queries of an infinite key are positive."""
+
+    name: str
+    token: int
+    value: float
 
 
 class Heads(NamedTuple):
@@ -47,6 +59,7 @@ class Case:
         upstream: The gradient of the loss, of the loss's shape.
         dead_rows: ``[Nq]`` of bool: rows that must not matter.
         function: The name of the function that is called.
+        infinite: What is infinite in its tensors, if anything is.
     """
 
     seed: int
@@ -57,6 +70,7 @@ class Case:
     upstream: Tensor
     dead_rows: Tensor
     function: str = "attention_kl"
+    infinite: Infinite | None = None
 
     def to(self, device: str | torch.device) -> Case:
         """The same case on another device."""
@@ -66,20 +80,24 @@ class Case:
 
         tensors, options = ({name: move(x) for name, x in part.items()} for part in (self.tensors, self.options))
         lse, upstream, dead = move(self.teacher_lse), move(self.upstream), move(self.dead_rows)
-        return Case(self.seed, tensors, options, lse, self.wanted, upstream, dead, self.function)
+        return Case(self.seed, tensors, options, lse, self.wanted, upstream, dead, self.function, self.infinite)
 
-    def clean(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The tensors with 0 in the rows that must not matter, contiguous; cast to ``dtype`` if given."""
-        return {
-            name: torch.where(x.isnan(), 0.0, x.detach()).to(dtype or x.dtype).contiguous()
-            for name, x in self.tensors.items()
-        }
+    def clean(self, dtype: torch.dtype | None = None, finite: bool = True) -> dict[str, Tensor]:
+        """The tensors with 0 in the rows that must not matter, contiguous; cast to ``dtype`` if given.
+
+        Where they hold -inf, ``finite`` ones hold `FAR_BELOW`, which has the same loss, and gradients.
+        """
+        values = {name: torch.where(x.isnan(), 0.0, x.detach()) for name, x in self.tensors.items()}
+        if finite:
+            values = {name: torch.where(x == -torch.inf, FAR_BELOW, x) for name, x in values.items()}
+        return {name: x.to(dtype or x.dtype).contiguous() for name, x in values.items()}
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{name} {list(x.shape)} {str(x.dtype)[6:]}" for name, x in self.tensors.items())
         options = {name: list(x.shape) if isinstance(x, Tensor) else x for name, x in self.options.items()}
         lse = "with" if self.teacher_lse is not None else "without"
-        return f"seed {self.seed}: {shapes}; {options}; {lse} teacher_lse; gradients to {', '.join(self.wanted)}"
+        wanted = f"gradients to {', '.join(self.wanted)}"
+        return f"seed {self.seed}: {shapes}; {options}; {lse} teacher_lse; {wanted}; infinite: {self.infinite}"
 
 
 def make_case(
@@ -96,6 +114,7 @@ def make_case(
     wanted: tuple[str, ...] = STUDENT,
     spread: tuple[float, float] = (1.0, 1.0),
     offset: tuple[float, float] = (0.0, 0.0),
+    infinite: Infinite | None = None,
     guard: bool = True,
     device: str | torch.device = "cpu",
     **options: Any,
@@ -115,6 +134,7 @@ def make_case(
         wanted: The names of the tensors that want a gradient.
         spread: Standard deviations of teacher and student logits, about.
         offset: Added to the first element of each query and key: shifts the logits of a row together.
+        infinite: A token that is infinite.
         guard: Puts the tensors into larger ones filled with nan, with random strides.
         device: Where the tensors live; their values do not depend on it.
         options: Keyword arguments of ``attention_kl``.
@@ -128,6 +148,7 @@ def make_case(
     }
     torch_rng = torch.Generator().manual_seed(seed)
     values = draw_values(torch_rng, shapes, dtypes, spread, offset)
+    make_infinite(values, infinite)
     options, allowed, dead = mask_options(seed, tokens, cu_seqlens, row_weight, {"causal": False, **options})
     poison(values, allowed, dead)
     if packed:
@@ -135,7 +156,29 @@ def make_case(
     lse = draw_lse(values, options, dead) if teacher_lse else None
     rows = (heads.student, nq) if packed else (batch, heads.student, nq)
     upstream = torch.randn(rows if options.get("reduction") == "none" else (), generator=torch_rng)
-    return place_case(Case(seed, values, options, lse, wanted, upstream, dead), guard, device)
+    case = Case(seed, values, options, lse, wanted, upstream, dead, infinite=infinite)
+    return place_case(case, guard, device)
+
+
+def make_infinite(values: dict[str, Tensor], infinite: Infinite | None) -> None:
+    """Puts an infinite value into q or k, ``[B, heads, N, D]``."""
+    if infinite is None:
+        return
+    if infinite.name.endswith("_k"):
+        q = values[infinite.name[:-1] + "q"]
+        q[..., 0] = q[..., 0].abs() + 0.5
+    values[infinite.name][:, :, infinite.token, 0] = infinite.value
+
+
+def draw_infinite(rng: random.Random, averaged: str, other: str, tokens: tuple[int, int]) -> Infinite | None:
+    """Mostly a key of the averaged side that has no probability; else anything that makes nan of rows."""
+    if 0 in tokens:
+        return None
+    nq, nk = tokens
+    if rng.random() < 0.6:
+        return Infinite(f"{averaged}_k", rng.randrange(nk), -torch.inf)
+    name = rng.choice((f"{averaged}_q", f"{averaged}_k", f"{other}_q", f"{other}_k"))
+    return Infinite(name, rng.randrange(nq if name.endswith("_q") else nk), rng.choice((-torch.inf, torch.inf)))
 
 
 def draw_values(
@@ -208,7 +251,7 @@ def place_case(case: Case, guard: bool, device: str | torch.device) -> Case:
     options = {name: place(x) for name, x in case.options.items()}
     tensors = {name: place(x) for name, x in case.tensors.items()}
     lse, upstream, dead = place(case.teacher_lse), case.upstream.to(device), case.dead_rows.to(device)
-    return Case(case.seed, tensors, options, lse, case.wanted, upstream, dead, case.function)
+    return Case(case.seed, tensors, options, lse, case.wanted, upstream, dead, case.function, case.infinite)
 
 
 def random_case(
@@ -270,6 +313,11 @@ def random_case(
     if topk:
         lists = rng.choice((None, heads.student))
         drawn["topk_indices"] = draw_topk(rng, batch, lists, drawn["tokens"], drawn.get("cu_seqlens"))
+    if rng.random() < INFINITE:
+        averaged, other = ("teacher", "student") if drawn.get("divergence") != "reverse" else ("student", "teacher")
+        infinite = drawn["infinite"] = draw_infinite(rng, averaged, other, drawn["tokens"])
+        promised = infinite is not None and (infinite.name, infinite.value) == (f"{averaged}_k", -torch.inf)
+        drawn["wanted"] = (f"{other}_q", f"{other}_k") if promised else ()
     return make_case(seed, device=device, **drawn)
 
 

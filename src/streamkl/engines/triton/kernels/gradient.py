@@ -81,8 +81,8 @@ def index_peak(peak_w, dtype: tl.constexpr, SIDE: tl.constexpr):
 def loss_terms(b_p, b_log2_p, b_log2_q, GROUP: tl.constexpr):
     """``(sum p, sum p [log2 p - log2 q])`` of a tile's rows, where ``p`` is a group's sum.
 
-    Each tile's sum is that of a part of a divergence, and small: many tiles add up without losing digits. Where ``p`` is
-    0 it adds 0, unless ``q`` is 0 as well, as it is in a row that is not finite.
+    Each tile's sum is that of a part of a divergence, and small: many tiles add up without losing digits. A ``p`` of 0
+    adds 0, unless the logit of ``q`` is not finite.
     """
     if GROUP.size == 1:
         b_log2_p = tl.maximum(b_log2_p, NONE)
