@@ -177,7 +177,7 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
             for part in side_b.parts(place):
                 rows = part.of_tile
                 scores = side_b.scores(r, part)
-                log_q = (_masked(side_b.logits(scores, part), part, 0.0) - m_b[rows]).sub_(ln_l_b[rows])
+                log_q = _masked((side_b.logits(scores, part) - m_b[rows]).sub_(ln_l_b[rows]), part, 0.0)
                 tile_s, tile_acc = mixture_sums(p[rows], log_q)
                 s[rows] += tile_s
                 acc[rows] += tile_acc
