@@ -14,12 +14,14 @@ INDEX_HEADS, NAMED = 8, 96
 
 def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, teacher_dim: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    dim, shares = 64, threads
+    dim = 64
     q, k = (torch.randn(1, n, tokens, teacher_dim, dtype=dtype) for n in (heads, 1))
     student_q, student_k = (torch.randn(1, 1, tokens, dim, dtype=dtype) for _ in range(2))
     options = {"causal": True, "backend": backend}
-    if path == "one_sweep":
-        options["teacher_lse"] = attention_lse(q, k, causal=True)
+    if path == "window":
+        options["window"] = (8, 0)
+    if path in ("one_sweep", "window"):
+        options["teacher_lse"] = attention_lse(q, k, **options)
     if path in ("topk", "indexer"):
         student_q, student_k = torch.randn(1, INDEX_HEADS, tokens, dim, dtype=dtype), student_k[:, 0]
     if path == "topk":
@@ -35,14 +37,12 @@ def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, t
     hook.allocations_exclude.argtypes = (ctypes.c_int, ctypes.c_size_t)
     for name in ("allocations_made", "allocations_scratch_peak", "allocations_held_peak"):
         getattr(hook, name).restype = ctypes.c_long
-    # The CPU engine keeps an accumulator of dK for each thread that works on one head, in one piece.
     sizes = {
         "gradients": tuple(tokens * dim * size * n for size in (2, 4) for n in sorted({1, student_q.shape[1]})),
         "rows": (tokens, tokens * 4),
-        "shares": (shares * tokens * dim * 4,),
         "weights": (INDEX_HEADS * tokens * 4,),
     }
-    for n, size in enumerate(sizes["gradients"] + sizes["rows"] + sizes["shares"] + sizes["weights"]):
+    for n, size in enumerate(sizes["gradients"] + sizes["rows"] + sizes["weights"]):
         hook.allocations_exclude(n, size)
     gradients = len(sizes["gradients"])
     hook.allocations_count(1)
@@ -53,7 +53,7 @@ def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, t
         "scratch": hook.allocations_scratch_peak(),
         "gradients": sum(hook.allocations_held_peak(n) for n in range(gradients)),
         "rows": sum(hook.allocations_held_peak(n) for n in range(gradients, gradients + len(sizes["rows"]))),
-        "threads": shares,
+        "threads": threads,
     }
     print(json.dumps(result))
 

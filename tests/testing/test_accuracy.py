@@ -1,14 +1,16 @@
 """The rule sees engines that are wrong in ways that are easy to miss."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import streamkl
 from streamkl.engines import tiled
 from streamkl.problem import Support
-from streamkl.testing import Case, Heads, check_accuracy, make_case, make_indexer_case, random_case
+from streamkl.testing import Case, Heads, IndexerHeads, check_accuracy, make_case, make_indexer_case, random_case
 
 HALF = (torch.bfloat16, torch.bfloat16)
 
@@ -90,6 +92,22 @@ def test_an_epsilon_in_the_logarithm_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     sums = tiled.mixture_sums
     monkeypatch.setattr(tiled, "mixture_sums", lambda p, b: sums(p + 1e-8, b))
     assert check_accuracy(case, "tiled").worst > 1
+
+
+@pytest.mark.parametrize(("roundings", "seen"), [(1, False), (4, True)])
+def test_with_a_given_lse_a_probability_of_one_may_be_a_float32_next_to_it(roundings: int, seen: bool) -> None:
+    """Eager divides a row of one key by itself and has no error at all there; ``e^(a - LSE)`` is rounded."""
+    case = make_indexer_case(
+        0, heads=IndexerHeads(1, 1, 1), window=(0, 0), teacher_lse=True, weight_dtype=None, reduction="none",
+        activation=None, spread=(0.01, 1.0),
+    )  # fmt: skip
+    off = roundings * torch.finfo(torch.float32).eps
+
+    def rounded(index_q: Tensor, index_k: Tensor, **_: Any) -> Tensor:
+        b = (index_q * index_k[:, None]).sum(-1) * index_q.shape[-1] ** -0.5
+        return off * (b - b.detach())  # a loss of 0, of which a logit's derivative is Q - p
+
+    assert (check_accuracy(case, function=rounded).worst > 1) == seen
 
 
 def test_a_named_key_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

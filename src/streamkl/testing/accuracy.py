@@ -239,8 +239,10 @@ def _lse_error(case: Case) -> dict[str, float]:
     """What a given ``teacher_lse`` does to the outputs, to first order.
 
     Probabilities are then ``e^(a - LSE)``, normalised by somebody else's logits: each head's are off by a factor of
-    ``1 + delta`` at most, where ``delta`` is the rounding of the LSE and the error of float32 (float64) logits. The
-    loss of a row moves by at most ``delta (1 + 2 sum p |ln p - ln q|)``, a student logit's derivative by ``delta p``.
+    ``1 + delta`` at most, where ``delta`` is the rounding of the LSE, the error of float32 (float64) logits, and the
+    rounding of the probability itself: a softmax of its own weights divides that away, of a row that sees one key
+    wholly, and here nothing does. The loss of a row moves by at most ``delta (1 + 2 sum p |ln p - ln q|)``, a student
+    logit's derivative by ``delta p``.
     """
     if case.teacher_lse is None or not _reads_lse(case):
         return {}
@@ -260,7 +262,7 @@ def _lse_error(case: Case) -> dict[str, float]:
         a_float = reference.logits(q_float[..., order], k_float[..., order], scale)
         logit_error = max(logit_error, _largest((a_float - a_of_float) * possible[:, None, None]))
     eps, eps_float = torch.finfo(finite.dtype).eps, torch.finfo(torch.float32).eps
-    delta = eps * _largest(finite) + eps / eps_float * logit_error
+    delta = eps * _largest(finite) + eps / eps_float * logit_error + eps
 
     scores = reference.logits(q, k, o.get(f"{student}_scale"))  # [B, heads, Nq, Nk]
     indexer = case.function == "indexer_kl"

@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "student.h"
 #include "target.h"
+#include "turns.h"
 
 #include <ATen/ops/zeros_like.h>
 
@@ -29,8 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   if (want_a) together = std::lcm(together, heads / a_k.size(1));
   const int64_t bytes = std::max(side_of(a_q, a_k, a_scale, a_relu)->bytes_of_row() * group, like.bytes_of_row(want_b));
   const auto units = units_of(table, window, rows_at_once(bytes), heads, together);
-  const int64_t shares = shares_of(units);
-  const SideGradient grad_a(want_a, a_q, a_k, shares, false), grad_b(want_b, b_q, b_k, shares, false);
+  SideGradient grad_a(want_a, a_q, a_k, false), grad_b(want_b, b_q, b_k, false);
   const Tensor d_w = b_w && want_b ? at::zeros_like(*b_w) : at::empty({0}, m_b.options());
   const auto gradient = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
     return &paired_gradient<precision(), relu_a(), relu_b(), kStrip>;
@@ -39,11 +39,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     return &mixture_gradient<precision(), relu(), kStrip>;
   });
   const auto factor_a = static_cast<float>(a_scale), factor_b = static_cast<float>(like.scale());
-  each_share(units, shares, quick, [&] {
+  each_turn(units, quick, [&] {
     return [&, a = side_of(a_q, a_k, a_scale, a_relu), b = Student(b_q, b_k, b_w, b_scale, b_relu),
             target = paired ? std::optional<Target>() : Target(side_of(a_q, a_k, a_scale, a_relu), group, quick),
             xa = Buffer<float>(kBlockK * kStrip), xb = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(paired ? 0 : kBlockK * kBlockQ), rows_a = GradientRows(),
-            rows_b = GradientRows()](const Block& block, int64_t r, int64_t share) mutable {
+            rows_b = GradientRows()](const Block& block, int64_t r, const Turns::Task& task) mutable {
       const int64_t batch = block.seq.batch;
       Row mu;
       b.take_rows(block, r, want_b);
@@ -57,12 +57,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       }
       if (want_a) a->begin_gradient(0);
       if (want_b) b.begin_gradient();
-      each_tile(block, [&](const Tile& tile) {
+      each_common_tile(block, [&](const Tile& tile) {
         b.take_keys(block, tile, r, want_b);
-        if (want_a) grad_a.fetch_keys(block, tile, a->kv_head(r), share);
-        if (want_b) grad_b.fetch_keys(block, tile, b.kv_head(r), share);
+        if (want_a) grad_a.fetch_keys(block, tile, a->kv_head(r));
+        if (want_b) grad_b.fetch_keys(block, tile, b.kv_head(r));
         if (paired) a->take_keys(batch, a->kv_head(r), tile.key(block), tile.keys(), want_a);
-        else target->compute(block, tile, window, r, p.data());
+        else target->compute(block, tile, window, r, xa.data(), p.data());
         each_part(block, tile, window, true, [&](const Part& part) {
           if (part.j0 < part.j1) {
             b.product(part, xb.data());
@@ -79,8 +79,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
           if (want_a) a->set_gradient(part, xa.data());
           if (want_b) b.set_gradient(part, xb.data());
         });
-        if (want_a) a->add_gradient(0, grad_a.keys(block, tile, a->kv_head(r), share));
-        if (want_b) b.add_gradient(grad_b.keys(block, tile, b.kv_head(r), share));
+        task.add(tile, [&] {
+          if (want_a) a->add_gradient(0, grad_a.keys(block, tile, a->kv_head(r)));
+          if (want_b) b.add_gradient(grad_b.keys(block, tile, b.kv_head(r)));
+        });
       });
       if (want_a) a->end_gradient(0, grad_a.rows(block, r), false);
       if (want_b) b.end_gradient(block, r, grad_b, d_w, false);
@@ -99,28 +101,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
   const bool quick = fast(a_q, b_q, a_scale, like.scale());
   const int64_t rows = rows_at_once(std::max(side_of(a_q, a_k, a_scale, a_relu)->bytes_of_row() * group, like.bytes_of_row(true)));
   const auto units = units_of(table, window, rows, heads, heads / b_k.size(1));
-  const int64_t shares = shares_of(units);
-  const SideGradient grad_b(true, b_q, b_k, shares, true);
+  SideGradient grad_b(true, b_q, b_k, true);
   const Tensor d_w = b_w ? at::zeros_like(*b_w) : at::empty({0}, m_b.options());
   auto kl = rows_like(b_q, heads, 0.0f), mass = rows_like(b_q, heads, 1.0f);
   const auto update = dispatch(quick, false, like.relu(), [](auto precision, auto, auto relu) {
     return &TrainState::update<precision(), relu(), kStrip>;
   });
   const auto factor = static_cast<float>(like.scale());
-  each_share(units, shares, quick, [&] {
+  each_turn(units, quick, [&] {
     return [&, target = Target(side_of(a_q, a_k, a_scale, a_relu), group, quick), b = Student(b_q, b_k, b_w, b_scale, b_relu),
             x = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(kBlockK * kBlockQ),
-            rows_b = GradientRows()](const Block& block, int64_t r, int64_t share) mutable {
+            rows_b = GradientRows()](const Block& block, int64_t r, const Turns::Task& task) mutable {
       const float* weight = Rows(weights).at(block, r);
       TrainState state[kBlockQ / kLanes];
       target.take_rows(block, r, Rows(m_a), Rows(ln_l_a));
       b.take_rows(block, r, true);
       rows_b.take(block, r, Rows(m_b), Rows(ln_l_b), Rows(weights), b.scale());
       b.begin_gradient();
-      each_tile(block, [&](const Tile& tile) {
-        target.compute(block, tile, window, r, p.data());
+      each_common_tile(block, [&](const Tile& tile) {
+        target.compute(block, tile, window, r, x.data(), p.data());
         b.take_keys(block, tile, r, true);
-        grad_b.fetch_keys(block, tile, b.kv_head(r), share);
+        grad_b.fetch_keys(block, tile, b.kv_head(r));
         each_part(block, tile, window, true, [&](const Part& part) {
           if (part.j0 < part.j1) {
             b.product(part, x.data());
@@ -132,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
           }
           b.set_gradient(part, x.data());
         });
-        b.add_gradient(grad_b.keys(block, tile, b.kv_head(r), share));
+        task.add(tile, [&] { b.add_gradient(grad_b.keys(block, tile, b.kv_head(r))); });
       });
       b.end_gradient(block, r, grad_b, d_w, true);
       for (int64_t i = 0; i < block.rows(); i++) {

@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mixture_rows(
       target.take_rows(block, r, Rows(m_a), Rows(ln_l_a));
       b.take_rows(block, r, false);
       each_tile(block, [&](const Tile& tile) {
-        target.compute(block, tile, window, r, p.data());
+        target.compute(block, tile, window, r, x.data(), p.data());
         b.take_keys(block, tile, r, false);
         each_part(block, tile, window, false, [&](const Part& part) {
           b.product(part, x.data());

@@ -3,6 +3,7 @@
 #include "kernels.h"
 #include "listed_student.h"
 #include "listed_target.h"
+#include "shares.h"
 
 #include <ATen/ops/zeros_like.h>
 
@@ -33,9 +34,9 @@ MixtureSweep sweep_mixture(
   const ListedStudent like(b_q, b_k, b_w, b_scale, b_relu);
   const bool quick = fast(a_q, b_q, a_scale, like.scale());
   const auto units = units_of(table, window, lists.rows_at_once(), heads, heads / std::min(heads, b_k.size(1)));
-  const int64_t shares = shares_of(units);
-  const MixtureSweep out{
-      SideGradient(true, b_q, b_k, shares, floats), b_w ? at::zeros_like(*b_w) : at::empty({0}, m_b.options()),
+  const int64_t shares = shares_of(units, lists_, bytes_of_dk(b_k));
+  MixtureSweep out{
+      SideGradient(true, b_q, b_k, floats, shares), b_w ? at::zeros_like(*b_w) : at::empty({0}, m_b.options()),
       rows_like(b_q, heads, 0.0f), rows_like(b_q, heads, 1.0f)};
   const auto update = dispatch(quick, false, like.relu(), [](auto precision, auto, auto relu) {
     return &TrainState::update<precision(), relu(), kLanes>;
@@ -76,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
     bool want_b) {
   const Tensor none = at::empty({0}, m_b.options());
   if (b_w || a_q.size(1) != b_q.size(1)) {
-    const auto swept = sweep_mixture(
+    auto swept = sweep_mixture(
         a_q, a_k, b_q, b_k, b_w, table, lists_, m_a, ln_l_a, m_b, ln_l_b, row_grad, a_scale, b_scale, a_relu, b_relu, left, right, false);
     return {none, none, swept.grad_b.q, swept.grad_b.dk(), swept.d_w};
   }
@@ -86,8 +87,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
   const int64_t together = std::gcd(unit, lists.heads_of_list(heads));
   const bool quick = fast(a_q, b_q, a_scale, b_scale);
   const auto units = units_of(table, window, lists.rows_at_once(), heads / together, unit / together);
-  const int64_t shares = shares_of(units);
-  const SideGradient grad_a(want_a, a_q, a_k, shares, false), grad_b(want_b, b_q, b_k, shares, false);
+  const int64_t shares = shares_of(units, lists_, (want_a ? bytes_of_dk(a_k) : 0) + (want_b ? bytes_of_dk(b_k) : 0));
+  SideGradient grad_a(want_a, a_q, a_k, false, shares), grad_b(want_b, b_q, b_k, false, shares);
   const auto gradient = dispatch(false, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
     return &paired_gradient<precision(), relu_a(), relu_b(), kLanes>;
   });
@@ -140,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& lists, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights,
     double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
-  const auto swept = sweep_mixture(
+  auto swept = sweep_mixture(
       a_q, a_k, b_q, b_k, b_w, table, lists, m_a, ln_l_a, m_b, ln_l_b, weights, a_scale, b_scale, a_relu, b_relu, left, right, true);
   return {weighted_sum(weights, swept.kl), swept.grad_b.q, swept.grad_b.dk(), swept.d_w, swept.mass};
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "listed_side.h"
-#include "shares.h"
+#include "units.h"
 
 #include <optional>
 #include <vector>

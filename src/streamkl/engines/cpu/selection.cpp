@@ -54,20 +54,20 @@ class IndexScores {
 class AttentionScores {
  public:
   AttentionScores(const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, double scale)
-      : target_(side_of(q, k, scale, false), q.size(1), fast(q, q, scale, scale)), m_(m), ln_l_(ln_l), p_(kBlockK * kBlockQ) {}
+      : target_(side_of(q, k, scale, false), q.size(1), fast(q, q, scale, scale)), m_(m), ln_l_(ln_l), x_(kBlockK * kStrip), p_(kBlockK * kBlockQ) {}
   float scale() const { return 1.0f; }
   bool relu() const { return false; }
   void take_rows(const Block& block) { target_.take_rows(block, 0, m_, ln_l_); }
   template <typename Visit>
   void each(const Block& block, const Tile& tile, const Window& window, const Visit& visit) {
-    target_.compute(block, tile, window, 0, p_.data());
+    target_.compute(block, tile, window, 0, x_.data(), p_.data());
     each_part(block, tile, window, false, [&](const Part& part) { visit(part, p_.data() + part.i0 * kBlockK); });
   }
 
  private:
   Target target_;
   const Rows m_, ln_l_;
-  Buffer<float> p_;
+  Buffer<float> x_, p_;
 };
 
 // The largest of each of sixteen vectors.

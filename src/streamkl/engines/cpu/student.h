@@ -1,7 +1,7 @@
 // The distribution that is compared: of one head, or of several that are added up, each with its weight.
 #pragma once
 
-#include "shares.h"
+#include "units.h"
 
 #include <memory>
 #include <optional>

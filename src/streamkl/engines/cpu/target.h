@@ -13,8 +13,7 @@ namespace streamkl::cpu {
 class Target {
  public:
   Target(std::unique_ptr<Side> a, int64_t group, bool fast)
-      : a_(std::move(a)), group_(group), factor_(static_cast<float>(a_->scale)),
-        x_(kBlockK * kStrip), norm_(group) {
+      : a_(std::move(a)), group_(group), factor_(static_cast<float>(a_->scale)), norm_(group) {
     add_ = dispatch(fast, false, a_->relu, [](auto precision, auto, auto relu) { return &add<precision(), relu()>; });
   }
 
@@ -26,16 +25,17 @@ class Target {
     }
   }
 
-  // All parts of a tile at once, p[part][keys, rows]: the keys of a key head are taken once for all its heads.
-  void compute(const Block& block, const Tile& tile, const Window& window, int64_t r, float* p) {
+  // All parts of a tile at once, p[part][keys, rows]: the keys of a key head are taken once for all its heads. x[keys, rows] is
+  // room for a product.
+  void compute(const Block& block, const Tile& tile, const Window& window, int64_t r, float* x, float* p) {
     for (int64_t n = 0; n < group_; n++) {
       const int64_t kv = a_->kv_head(r * group_ + n);
       if (n == 0 || kv != a_->kv_head(r * group_ + n - 1)) a_->take_keys(block.seq.batch, kv, tile.key(block), tile.keys(), false);
       each_part(block, tile, window, false, [&](const Part& part) {
-        a_->product(n, part, x_.data());
+        a_->product(n, part, x);
         each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
           const int64_t at = i - part.i0;
-          add_(x_.data() + at, p + part.i0 * kBlockK + at, span, factor_, norm_[n], i, n == 0, n + 1 == group_ ? group_ : 1);
+          add_(x + at, p + part.i0 * kBlockK + at, span, factor_, norm_[n], i, n == 0, n + 1 == group_ ? group_ : 1);
         });
       });
     }
@@ -59,7 +59,6 @@ class Target {
   std::unique_ptr<Side> a_;
   const int64_t group_;
   const float factor_;
-  Buffer<float> x_;
   std::vector<Normaliser> norm_;
   void (*add_)(const float*, float*, const Span&, float, const Normaliser&, int64_t, bool, int64_t);
 };

@@ -14,18 +14,25 @@ struct Release {
   ~Release() { at::native::cpublas::brgemm_release(); }
 };
 
-// Runs work(next) on every thread; next() gives a task, or -1 when there are none left.
+// Runs work() on every thread, or on as many as there are tasks.
 template <typename Work>
-void on_all_threads(int64_t tasks, const Work& work) {
-  if (tasks == 0) return;
-  std::atomic<int64_t> next{0};
+void on_threads(int64_t tasks, const Work& work) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     const Release release;
-    for (int64_t t = begin; t < end; t++) work([&]() -> int64_t {
-        const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
-        return task < tasks ? task : -1;
-      });
+    for (int64_t t = begin; t < end; t++) work();
+  });
+}
+
+// Runs work(next) on every thread; next() gives a task, or -1 when there are none left.
+template <typename Work>
+void on_all_threads(int64_t tasks, const Work& work) {
+  std::atomic<int64_t> next{0};
+  on_threads(tasks, [&] {
+    work([&]() -> int64_t {
+      const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
+      return task < tasks ? task : -1;
+    });
   });
 }
 

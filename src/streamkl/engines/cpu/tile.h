@@ -3,8 +3,11 @@
 
 #include "pack.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
+
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -17,6 +20,7 @@ constexpr int64_t kBlockQ = 256;  // rows that are packed together, at most
 constexpr int64_t kStrip = 128;   // rows of a tile
 constexpr int64_t kBlockK = 256;  // keys of a tile
 constexpr int64_t kStride = kBlockQ + kLanes;  // of right operands: powers of two would share too few cache sets
+constexpr int64_t kFewThreads = 8;  // whose scratch may stay with the allocator
 constexpr int64_t kFar = 1 << 20;  // keys further apart are copied: brgemm counts bytes in 32 bits
 
 // How much of the width float products add up at once: of wide heads, shorter pieces.
@@ -28,8 +32,11 @@ class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(int64_t size) { reserve(size); }
+  Buffer(Buffer&&) = default;
+  ~Buffer() { give_back(); }
   T* reserve(int64_t size) {
     if (size > size_) {
+      give_back();
       void* memory = nullptr;
       TORCH_CHECK(posix_memalign(&memory, 64, size * sizeof(T)) == 0, "streamkl cpu engine: out of memory");
       data_.reset(static_cast<T*>(memory));
@@ -40,6 +47,16 @@ class Buffer {
   T* data() const { return data_.get(); }
 
  private:
+  // An allocator keeps what it is given, for the next call. What many threads have together would then be there beside the
+  // gradients, so its pages go back to the system.
+  void give_back() {
+    constexpr uintptr_t page = 4096;
+    if (!data_ || at::get_num_threads() <= kFewThreads) return;
+    const auto at = reinterpret_cast<uintptr_t>(data_.get());
+    const uintptr_t first = (at + page - 1) / page * page, last = (at + size_ * sizeof(T)) / page * page;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  }
+
   struct Free {
     void operator()(T* memory) const { std::free(memory); }
   };
