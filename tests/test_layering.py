@@ -122,13 +122,14 @@ ALLOWED = {
         "streamkl.problem",
         "streamkl.state",
     },
-    "engines/triton/inspect/report.py": {
-        INSPECT,
+    "engines/triton/inspect/table.py": {f"{INSPECT}.budget", f"{INSPECT}.matrix"},
+    "engines/triton/inspect/kept.py": {
+        f"{INSPECT}.binary",
         f"{INSPECT}.compiler",
-        f"{INSPECT}.matrix",
         "streamkl.cache",
         "streamkl.engines.triton.launch",
     },
+    "engines/triton/inspect/report.py": {INSPECT, f"{INSPECT}.matrix", "streamkl.engines.triton.launch"},
 }
 """The modules of the core, and what of the package each may import."""
 

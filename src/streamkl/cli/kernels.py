@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from streamkl.engines.triton.inspect.budget import TARGETS
-from streamkl.engines.triton.inspect.report import Figures, all_figures, variants
+from streamkl.engines.triton.inspect.report import Figures, all_figures
+from streamkl.engines.triton.inspect.table import variants
 
 CAPTION = (
     "clocks: the least that one pass of the main loop needs for its products, for issuing its instructions, and "
@@ -38,12 +41,14 @@ def run(targets: list[str], kinds: list[str], dims: list[int], quick: bool, chec
         return 2
     order = {str(variant): n for n, variant in enumerate(wanted)}
     rows: list[Figures] = []
+    started = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=progress_console, transient=True) as progress:
         task = progress.add_task("compiling", total=len(wanted))
         for variant, found in all_figures(wanted):
             progress.update(task, advance=1, description=str(variant))
             rows += found
+    took, used = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     rows.sort(key=lambda row: order[row.variant])
     show(rows, console)
     if output is not None:
@@ -52,8 +57,19 @@ def run(targets: list[str], kinds: list[str], dims: list[int], quick: bool, chec
     broken = [row for row in rows if row.broken]
     for row in broken:
         console.print(f"[red]{row.variant} {row.kernel} ({row.config}):[/] {'; '.join(row.broken)}", highlight=False)
-    console.print(f"{len(rows)} kernels compiled, {len(broken)} over budget")
+    kernels = len({(row.arch, row.ir or row.variant) for row in rows})
+    count = len({row.arch for row in rows})
+    console.print(
+        f"{len(rows):,} rows of {count} {'target' if count == 1 else 'targets'}, {kernels:,} different kernels, in "
+        f"{minutes(took)} ({minutes(used.ru_utime + used.ru_stime)} of processor time): {len(broken)} over budget",
+        highlight=False,
+    )
     return 1 if check and broken else 0
+
+
+def minutes(seconds: float) -> str:
+    """A time in minutes and seconds."""
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
 def show(rows: list[Figures], console: Console) -> None:

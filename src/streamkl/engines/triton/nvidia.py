@@ -105,7 +105,10 @@ SM_80 = {
     **FLOAT32,
 }
 
-SM_86 = SM_80 | {"lse": SM_80["lse"] | {256: Config(128, 64, 8, 2)}}
+SM_86 = SM_80 | {
+    "lse": SM_80["lse"] | {256: Config(128, 64, 8, 2)},
+    "mixture": SM_80["mixture"] | {128: Config(128, 64, 8, 1, hold=64)},
+}
 """As sm_80, with 99 KB of shared memory."""
 
 SM_90 = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -25,13 +28,16 @@ def gpu_target(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64)
 
 
-def compile_launch(launch: Launch, arch: str, aligned: bool = True) -> Any:
+def compile_launch(
+    launch: Launch, arch: str, aligned: bool = True, lowered: Callable[[str], None] | None = None
+) -> Any:
     """The compiled kernel, as a launch of these arguments would compile it there.
 
     Args:
         launch: From ``plans.py``, made of tensors on any device, ``meta`` too.
         arch: ``sm_80`` and so on, ``gfx942``.
         aligned: Whether pointers are aligned to 16 bytes and sizes that are multiples of 16 are known to be.
+        lowered: Called with the kernel's Triton IR before anything is made of it; what it raises ends the compilation.
     """
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
@@ -45,7 +51,36 @@ def compile_launch(launch: Launch, arch: str, aligned: bool = True) -> Any:
             signature[name] = _specialise(given[name], (n,), constants, attributes, aligned, arch.startswith("gfx"))
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": False}
-    return triton_compile(source, target=gpu_target(arch), options=options)
+    with _watching(lowered):
+        return triton_compile(source, target=gpu_target(arch), options=options)
+
+
+@contextlib.contextmanager
+def _watching(lowered: Callable[[str], None] | None) -> Iterator[None]:
+    """Shows the Triton IR of what is compiled, without its line numbers, to ``lowered``; a Triton before 3.5 cannot."""
+    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    if lowered is None or not hasattr(runtime, "add_stages_inspection_hook"):
+        yield
+        return
+
+    def hook(*backend_and_stages: Any) -> tuple[str, str]:
+        if backend_and_stages:
+            stages = backend_and_stages[1]
+            make = stages["ttir"]
+
+            def stage(source: Any, metadata: Any) -> Any:
+                module = make(source, metadata)
+                lowered(module.str_nodebug())
+                return module
+
+            stages["ttir"] = stage
+        return "", ""  # adds nothing to the key of Triton's own cache: the binary is the same
+
+    before, runtime.add_stages_inspection_hook = runtime.add_stages_inspection_hook, hook
+    try:
+        yield
+    finally:
+        runtime.add_stages_inspection_hook = before
 
 
 def _specialise(

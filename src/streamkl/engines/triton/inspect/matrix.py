@@ -1,4 +1,4 @@
-"""Which kernels are compiled: every kind, for the head dims that people use, in both half precisions."""
+"""What can be compiled: every kind of kernel for the head dims that people use, and the launches of each."""
 
 from __future__ import annotations
 

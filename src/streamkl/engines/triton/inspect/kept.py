@@ -1,0 +1,97 @@
+"""What was read of binaries, kept beside the CPU engine's builds, so that nothing is compiled twice.
+
+Two launches with the same Triton IR, options and target are the same kernel: from there on the compiler sees nothing
+else of them. A head dim, for one, is a constant of every kernel and leaves no trace in those that read heads in chunks.
+So a launch is kept as the digest of its IR, and what its binary says by that digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from streamkl import cache
+from streamkl.engines.triton.inspect.binary import Binary, Loop, read
+from streamkl.engines.triton.inspect.compiler import compile_launch
+from streamkl.engines.triton.launch import Launch
+
+READ = ("binary.py", "compiler.py")
+"""The modules beside this one that figures depend on: how a kernel is compiled, and what is read of it."""
+
+
+class _Known(Exception):  # noqa: N818 - no error: it ends a compilation whose result is known
+    pass
+
+
+def binary_of(launch: Launch, arch: str, aligned: bool) -> tuple[str, Binary]:
+    """The digest of a launch's IR, and what its binary says: remembered, or compiled now."""
+    named = _path(_launch_key(launch, arch, aligned))
+    if named.exists():
+        digest = json.loads(named.read_text())["ir"]
+        known = _remembered(digest)
+        if known is not None:
+            return digest, known
+    digest = named.stem  # where this Triton does not show its IR, each launch counts as a kernel of its own
+
+    def lowered(ir: str) -> None:
+        nonlocal digest
+        digest = _digest(arch, launch.warps, launch.stages, ir)
+        if _path(digest).exists():
+            raise _Known
+
+    try:
+        made = read(compile_launch(launch, arch, aligned, lowered))
+        _write(_path(digest), made._replace(loop=made.loop._asdict())._asdict())  # pyright: ignore[reportArgumentType]
+    except _Known:
+        made = _remembered(digest)
+        assert made is not None, digest
+    if digest != named.stem:
+        _write(named, {"ir": digest})
+    return digest, made
+
+
+def _remembered(digest: str) -> Binary | None:
+    path = _path(digest)
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    return Binary(**{**found, "loop": Loop(**found["loop"])})
+
+
+def _path(key: str) -> Path:
+    return cache.directory() / "kernels" / f"{key}.json"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)
+
+
+def _launch_key(launch: Launch, arch: str, aligned: bool) -> str:
+    """Changes with the kernel and all that it calls, how it is cut, and its arguments."""
+    arguments = {name: _described(value) for name, value in launch.arguments.items()}
+    cut = (launch.kernel.cache_key, arguments, launch.constants, launch.warps, launch.stages)
+    return _digest(arch, aligned, cut)
+
+
+def _digest(*parts: Any) -> str:
+    """Changes with Triton, and with how kernels are compiled and read, too."""
+    digest = hashlib.sha256(f"{triton.__version__} {parts}".encode())
+    for name in READ:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _described(value: Any) -> Any:
+    """What a kernel is compiled for of an argument: of a tensor, its dtype."""
+    if isinstance(value, tuple):
+        return tuple(_described(x) for x in value)
+    return str(value.dtype) if isinstance(value, torch.Tensor) else value

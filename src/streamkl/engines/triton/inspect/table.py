@@ -1,0 +1,105 @@
+"""The rows of the table: which variants are compiled for a target."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from streamkl.engines.triton.inspect.budget import TARGETS
+from streamkl.engines.triton.inspect.matrix import (
+    ATTENTION_DIMS,
+    ATTENTION_KINDS,
+    DIMS,
+    INDEX_DIMS,
+    INDEX_KINDS,
+    INDEXERS,
+    KINDS,
+    LISTED_KINDS,
+    Variant,
+)
+
+
+def variants(targets: Iterable[str] = tuple(TARGETS), quick: bool = False) -> list[Variant]:
+    """What is compiled: bfloat16, aligned and not, and float16 where its kernels differ, in those of gradients.
+
+    Quick leaves the wide heads out, of the targets all but one of each kind of tensor core, and on two of these the
+    heads of 64, but for the kinds that have no wider ones.
+    """
+    found = []
+    for arch in targets:
+        if quick and arch not in ("sm_80", "sm_90", "sm_100", "gfx942"):
+            continue
+        for kind, dims in itertools.product(KINDS, DIMS):
+            if kind.endswith("_both") and max(dims) > 64:
+                continue  # both sides' gradients are made apart
+            narrow = dims == (64, 64) and (arch in ("sm_90", "gfx942") or kind.endswith("_both"))
+            if quick and not narrow and dims != (128, 128):
+                continue
+            found.append(Variant(arch, kind, dims, torch.bfloat16, True))
+            if dims in ((64, 64), (128, 128)) and not quick:
+                found.append(Variant(arch, kind, dims, torch.bfloat16, True, worst=True))
+            if quick and (dims != (128, 128) or arch != "sm_90"):
+                continue
+            gradient = kind not in ("lse", "paired", "mixture")
+            found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
+            if gradient and not quick:
+                found.append(Variant(arch, kind, dims, torch.float16, True))
+        found += _indexers(arch, quick) + _listed(arch, quick) + _attention(arch, quick)
+    return found
+
+
+def _indexers(arch: str, quick: bool) -> list[Variant]:
+    """The same for indexers; other dtypes and misaligned ones with many heads alone, whose kernels have more to do."""
+    found = []
+    for kind, dims, indexer in itertools.product(INDEX_KINDS, INDEX_DIMS, INDEXERS):
+        if kind == "lse_index" and (dims[0] != dims[1] or indexer == INDEXERS[0]):
+            continue  # of one side, and one head without a weight is a head like any other
+        if quick and (kind not in ("mixture_index", "train_index") or dims != (128, 128) or indexer != INDEXERS[-1]):
+            continue
+        found.append(Variant(arch, kind, dims, torch.bfloat16, True, indexer))
+        if quick or indexer != INDEXERS[-1]:
+            continue
+        gradient = kind not in ("lse_index", "mixture_index")
+        found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False, indexer))
+        if gradient:
+            found.append(Variant(arch, kind, dims, torch.float16, True, indexer))
+    return found
+
+
+def _listed(arch: str, quick: bool) -> list[Variant]:
+    """The same over keys that queries name: one head of an indexer, or many, and head by head."""
+    one, many = (Variant(arch, "", dims, torch.bfloat16, True) for dims in INDEX_DIMS)
+    one, many = one._replace(indexer=INDEXERS[0]), many._replace(indexer=INDEXERS[-1])
+    if quick:
+        found = [many._replace(kind="train_listed")]
+        return [one._replace(kind="mixture_listed"), *found] if arch in ("sm_90", "gfx942") else found
+    found = []
+    for kind in LISTED_KINDS:
+        gradient = kind.startswith(("backward", "train"))
+        per_head = [Variant(arch, kind, (dim, dim), torch.bfloat16, True) for dim in (64, 128)]
+        if kind in ("paired_listed", "backward_listed"):
+            found += per_head
+        if kind == "backward_both_listed":
+            found += per_head[:1]
+        if kind in ("paired_listed", "backward_both_listed"):
+            continue
+        found += [variant._replace(kind=kind) for variant in ((many,) if kind == "lse_index_listed" else (one, many))]
+        other = many._replace(kind=kind, dtype=torch.float16 if gradient else torch.bfloat16)
+        found += [other._replace(aligned=False), other._replace(worst=True)]
+    return found
+
+
+def _attention(arch: str, quick: bool) -> list[Variant]:
+    """Sparse attention; misaligned, and packed in a window, with heads of 128."""
+    if quick:
+        return [Variant(arch, "attention_block", (128, 128), torch.bfloat16, True)]
+    found = [
+        Variant(arch, kind, dims, torch.bfloat16, True)
+        for kind, dims in itertools.product(ATTENTION_KINDS, ATTENTION_DIMS)
+    ]
+    return [
+        *found, *(variant._replace(aligned=False) for variant in found if variant.dims == (128, 128)),
+        *(variant._replace(worst=True) for variant in found if variant.dims == (128, 128)),
+    ]  # fmt: skip
