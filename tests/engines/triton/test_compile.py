@@ -10,6 +10,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from streamkl.engines.triton.inspect.budget import TARGETS
+from streamkl.engines.triton.inspect.table import variants
+
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
@@ -29,6 +32,60 @@ def test_kernels_of_the_quick_table_are_within_their_budgets(tmp_path: Path) -> 
     rows = json.loads(output.read_text())
     assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     assert all(row["spills"] == 0 and row["shared"] <= row["shared_limit"] for row in rows)
+    kernels_made = len({(row["arch"], row["ir"]) for row in rows})
+    assert f"{len(rows)} rows of 4 targets, {kernels_made} different kernels, in " in result.stdout
+    assert result.stdout.rstrip().endswith(" of processor time): 0 over budget")
+
+
+def test_no_two_rows_of_the_table_are_the_same_and_every_target_has_all_of_them() -> None:
+    rows = variants()
+    assert len(set(rows)) == len({str(row) for row in rows}) == len(rows)
+    of_target = [{row._replace(arch="") for row in rows if row.arch == arch} for arch in TARGETS]
+    assert all(found == of_target[0] for found in of_target)
+    assert set(variants(quick=True)) < set(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_86", "sm_89"])
+def test_mixtures_of_packed_sequences_in_a_window_spill_nothing_with_heads_of_128(target: str, tmp_path: Path) -> None:
+    output = tmp_path / "kernels.json"
+    result = kernels("--check", "--target", target, "--kind", "mixture", "--dim", "128", "--output", str(output))
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert f"{target} mixture 128 bfloat16 worst" in {row["variant"] for row in json.loads(output.read_text())}
+
+
+COMPILED_APART = """
+import json, os, sys
+from pathlib import Path
+import torch
+from streamkl.engines.triton.inspect.matrix import Variant
+from streamkl.engines.triton.inspect.report import figures
+
+def rows(cache, *dims):
+    folder = Path(sys.argv[1]) / cache
+    os.environ.update(STREAMKL_CACHE=str(folder), TRITON_CACHE_DIR=str(folder / "triton"))
+    found = [figures(Variant("gfx942", "lse", dim, torch.bfloat16, False))[0]._asdict() for dim in dims]
+    return found, len(list(folder.rglob("*.hsaco")))
+
+narrow, wide = (64, 64), (576, 128)
+print(json.dumps([rows("one", narrow, wide), rows("another", wide), rows("one", narrow, wide)]))
+"""
+
+
+@pytest.mark.slow
+def test_rows_with_the_same_ir_are_compiled_once_and_could_not_differ(tmp_path: Path) -> None:
+    """A head dim leaves no trace in a forward kernel that reads heads in chunks, as all do that are misaligned."""
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILED_APART, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    (together, compiled), (apart, compiled_apart), (again, _) = json.loads(result.stdout)
+    assert again == together
+    assert compiled == compiled_apart == 1
+    narrow, wide = ({**row, "variant": ""} for row in together)
+    assert narrow == wide == {**apart[0], "variant": ""}
+    assert together[1] == apart[0]
 
 
 @pytest.mark.slow

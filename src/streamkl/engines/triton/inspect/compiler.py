@@ -58,7 +58,7 @@ def compile_launch(
 @contextlib.contextmanager
 def _watching(lowered: Callable[[str], None] | None) -> Iterator[None]:
     """Shows the Triton IR of what is compiled, without its line numbers, to ``lowered``; a Triton before 3.5 cannot."""
-    runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+    runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
     if lowered is None or not hasattr(runtime, "add_stages_inspection_hook"):
         yield
         return
