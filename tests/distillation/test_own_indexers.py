@@ -47,3 +47,12 @@ def test_own_indexers_halve_their_kl_in_a_hundred_steps_and_the_model_loads_with
     assert {name: x.dtype for name, x in before.items()} == {name: x.dtype for name, x in after.items()}
     if family == "glm_moe_dsa":  # one process is enough to show it
         subprocess.run([sys.executable, "-c", PLAIN, str(result.model)], check=True)
+
+
+def test_a_model_that_no_run_wrote_is_not_replaced_by_the_trained_one(tiny: Any, prose: Path, tmp_path: Path) -> None:
+    model = tiny.deepseek_v32(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with pytest.raises(ValueError, match=r"model is there already and was not written by a run"):
+        distill(tiny.settings(model, prose, tmp_path, steps=1, head_dim=64))
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    assert not (tmp_path / "settings.json").exists()

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from streamkl import durable
 from streamkl.distillation import checkpoints, curves
 from streamkl.distillation.indexers import make_indexers
 from streamkl.distillation.model import Distiller
@@ -67,6 +66,8 @@ def distill(settings: Settings) -> Result:
     args = training_arguments(settings)
     resumed = _resumed(settings, output, args)
     prepared = prepare(settings, args.world_size)
+    if _has_own_indexers(prepared):
+        _check_model_place(output / MODEL)
     about = {"settings": settings.training(), "processes": args.world_size, "tokens": prepared.digest}
     if resumed is not None:
         _check_same(resumed, about)
@@ -214,8 +215,7 @@ def _check_same(folder: Path, about: dict[str, Any]) -> None:
 def _write_results(output: Path, prepared: Prepared, settings: Settings, result: Result) -> Result:
     try:
         write_indexers(output / INDEXERS, prepared.model, settings.measured, settings.block)
-        own = not isinstance(prepared.model.family, GroupedQuery)
-        folder = _write_model(output, prepared, settings) if own else None
+        folder = _write_model(output, prepared, settings) if _has_own_indexers(prepared) else None
         return Result(result.indexers, folder, curves.draw(output), result.skipped)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(output / checkpoints.STAGING, ignore_errors=True)
@@ -232,9 +232,19 @@ def _write_model(output: Path, prepared: Prepared, settings: Settings) -> Path:
     backbone.set_attn_implementation("sdpa")
     backbone.save_pretrained(staged)
     AutoTokenizer.from_pretrained(settings.model).save_pretrained(staged)
-    durable.replace_folder(staged, folder)
+    checkpoints.finish(staged, folder, {})
     shutil.rmtree(staged.parent)
     return folder
+
+
+def _has_own_indexers(prepared: Prepared) -> bool:
+    return not isinstance(prepared.model.family, GroupedQuery)
+
+
+def _check_model_place(folder: Path) -> None:
+    """Refuses to replace a model, or anything else, that no run wrote."""
+    if folder.exists() and not (folder / checkpoints.MARKER).is_file():
+        raise ValueError(f"{folder} is there already and was not written by a run: choose another output folder")
 
 
 def _digest(sequences: np.ndarray) -> str:
