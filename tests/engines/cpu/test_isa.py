@@ -50,9 +50,8 @@ def test_fuzz_with_fewer_instructions(isa: str, capability: str) -> None:
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
     if capability:
         environment["ATEN_CPU_CAPABILITY"] = capability
-    result = subprocess.run(
-        [sys.executable, "-c", FUZZ.replace("INDEXERS", str(FAILED))], env=environment, capture_output=True, text=True, timeout=900
-    )  # fmt: skip
+    command = [sys.executable, "-c", FUZZ.replace("INDEXERS", str(FAILED))]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert "products of bfloat16" in result.stdout, result.stderr[-3000:]
     if isa in ("AVX512_CORE_VNNI", "AVX512_CORE", "AVX2"):
         assert "bfloat16 in float32" in result.stdout

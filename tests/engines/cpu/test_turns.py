@@ -46,11 +46,12 @@ def gradients(case: Case, threads: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("path", ["window", "one_sweep", "two_sweeps", "indexer"])
 def test_64_threads_have_one_dk_and_scratch_of_their_own(path: str, allocations) -> None:
-    two, many = (allocations(4097, "float32", path, "cpu", threads=threads) for threads in (2, 64))
-    print(f"{path}: {two} with 2 threads, {many} with 64")
-    assert many["gradients"] <= two["gradients"]
-    assert many["rows"] <= two["rows"]
-    assert many["scratch"] <= 64 * (two["scratch"] / 2 + (1 << 18))
+    """A dK for each would be 134 MB, which is more than all scratch."""
+    one, many = (allocations(8193, "float32", path, "cpu", threads=threads) for threads in (1, 64))
+    print(f"{path}: {one} with 1 thread, {many} with 64")
+    assert many["gradients"] <= one["gradients"]
+    assert many["rows"] <= one["rows"]
+    assert many["scratch"] <= 64 * 1.1 * one["scratch"]
 
 
 def test_64_threads_on_named_keys_have_no_more_dks_than_take_as_much_as_the_lists(allocations) -> None:
