@@ -243,7 +243,7 @@ SM_120 = SM_86 | {
     },
     "lse_index_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32)},
     "lse_listed": {**SM_86["lse_listed"], 1024: Config(128, 64, 8, 1, hold=128)},
-    "gradient_listed": {**SM_86["gradient_listed"], 1024: Config(128, 32, 8, 1, hold=128, chunk=32)},
+    "gradient_listed": {**SM_86["gradient_listed"], 1024: Config(128, 32, 8, 1, hold=128, chunk=16)},
 }
 
 TABLES = {"sm_80": SM_80, "sm_86": SM_86, "sm_89": SM_86, "sm_90": SM_90, "sm_100": SM_100, "sm_120": SM_120}
