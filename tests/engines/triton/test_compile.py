@@ -46,12 +46,21 @@ def test_no_two_rows_of_the_table_are_the_same_and_every_target_has_all_of_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_86", "sm_89"])
-def test_mixtures_of_packed_sequences_in_a_window_spill_nothing_with_heads_of_128(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "kind", "dim", "packed"),
+    [
+        ("sm_86", "mixture", "128", "mixture 128 bfloat16 worst"),
+        ("sm_89", "mixture", "128", "mixture 128 bfloat16 worst"),
+        ("sm_120", "train_listed", "576", "train_listed 576/128 J=64 weighted float16 worst"),
+    ],
+)
+def test_packed_sequences_in_a_window_spill_nothing_where_registers_are_scarcest(
+    target: str, kind: str, dim: str, packed: str, tmp_path: Path
+) -> None:
     output = tmp_path / "kernels.json"
-    result = kernels("--check", "--target", target, "--kind", "mixture", "--dim", "128", "--output", str(output))
+    result = kernels("--check", "--target", target, "--kind", kind, "--dim", dim, "--output", str(output))
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert f"{target} mixture 128 bfloat16 worst" in {row["variant"] for row in json.loads(output.read_text())}
+    assert f"{target} {packed}" in {row["variant"] for row in json.loads(output.read_text())}
 
 
 COMPILED_APART = """
