@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,26 +22,40 @@ MEASURED_ROWS = 64
 Loss = Callable[..., Tensor]
 
 
-class Layer:
-    """Belongs to one attention module, as its attribute ``streamkl_distilled``.
+@dataclass(eq=False)
+class Batch:
+    """One call of the distiller, on its way through the frozen model; dicts go by the number of the layer.
 
     Attributes:
-        row_weight: ``[B, N]``: of the batch under way, set by the model before it runs.
-        topk: How many keys recall and mass of the batch under way are measured with; 0 for not at all.
-        loss: Of the batch that ran last, with its graph; NaN if the layer's activations were not finite.
+        row_weight: ``[B, N]``: how much each query weighs.
+        topk: How many keys recall and mass are measured with; 0 for not at all.
+        inputs: What indexers read, until their layer's attention has run.
+        losses: With their graph; NaN where a layer's activations were not finite.
+        figures: ``recall`` and ``mass``, if they are measured.
+    """
+
+    row_weight: Tensor | None
+    topk: int
+    inputs: dict[int, Inputs] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    figures: dict[int, dict[str, float]] = field(default_factory=dict)
+
+
+UNDER_WAY: ContextVar[Batch | None] = ContextVar("streamkl_batch", default=None)
+"""The batch that this thread has sent through a frozen model; ``None`` while nothing is to be learned."""
+
+
+class Layer:
+    """Belongs to one attention module, as its attribute ``streamkl_distilled``. No batch changes it.
+
+    Attributes:
         divergence: Computes the loss; takes the arguments of `streamkl.indexer_kl`.
-        figures: ``recall`` and ``mass`` of the last measured batch.
     """
 
     def __init__(self, module: nn.Module, family: Family, indexer: Indexer, loss: Loss = indexer_kl) -> None:
         self.module, self.family, self.indexer = module, family, indexer
         self.number = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
-        self.row_weight: Tensor | None = None
-        self.topk = 0
-        self.loss: Tensor | None = None
-        self.figures: dict[str, float] = {}
         self.divergence = loss
-        self._inputs: Inputs | None = None
         own: Any = module
         own.streamkl_distilled = self
         if getattr(module, "indexer", None) is not None:  # a model's own indexer is called inside of the module
@@ -49,14 +65,19 @@ class Layer:
 
     def _read(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        self._inputs = Inputs(hidden, kwargs["position_embeddings"])
+        self._keep(Inputs(hidden, kwargs["position_embeddings"]))
 
     def _read_own(self, hidden: Tensor, latent: Tensor, position_embeddings: Any, *rest: Any, **kwargs: Any) -> Tensor:
-        self._inputs = Inputs(hidden, position_embeddings, latent)
+        self._keep(Inputs(hidden, position_embeddings, latent))
         return hidden.new_empty(0)  # no lists: the teacher is dense
 
+    def _keep(self, inputs: Inputs) -> None:
+        batch = UNDER_WAY.get()
+        if batch is not None:
+            batch.inputs[self.number] = inputs
+
     def learn(self, query: Tensor, key: Tensor, scale: float | None, lse: Tensor) -> None:
-        """Computes the loss, in one sweep over the teacher.
+        """Computes the loss of the batch under way, if there is one, in one sweep over the teacher.
 
         Args:
             query: ``[B, H, N, D]``, of the attention that just ran.
@@ -64,23 +85,26 @@ class Layer:
             scale: Of its logits.
             lse: ``[B, H, N]``: of its logits.
         """
-        inputs, self._inputs = self._inputs, None
-        assert inputs is not None, "the module's hook ran before its attention"
+        batch = UNDER_WAY.get()
+        if batch is None:
+            return
+        inputs = batch.inputs.pop(self.number)
         with torch.enable_grad(), _half_precision(query):
             index = self.family.project(self.indexer, inputs)
             index = index._replace(index_q=index.index_q.to(query.dtype), index_k=index.index_k.to(query.dtype))
         if not all_finite(lse, index.index_q, index.index_k):
             # A loss that every parameter has a gradient of, as ranks that reduce gradients wait for.
             with torch.enable_grad():
-                self.loss = torch.stack([p.sum() for p in self.indexer.parameters()]).sum() * torch.nan
+                nothing = torch.stack([p.sum() for p in self.indexer.parameters()]).sum() * torch.nan
+            batch.losses[self.number] = nothing
             return
         with torch.enable_grad():
-            self.loss = self.divergence(
+            batch.losses[self.number] = self.divergence(
                 query, key, *index, activation=self.indexer.activation, teacher_scale=scale, teacher_lse=lse,
-                row_weight=self.row_weight,
+                row_weight=batch.row_weight,
             )  # fmt: skip
-        if self.topk:
-            self.figures = measure(query, key, index, self.indexer, self.topk, scale, lse)
+        if batch.topk:
+            batch.figures[self.number] = measure(query, key, index, self.indexer, batch.topk, scale, lse)
 
 
 @torch.no_grad()

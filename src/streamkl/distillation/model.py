@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from streamkl.api import indexer_kl
 from streamkl.distillation import attention
-from streamkl.distillation.layer import Layer, Loss
+from streamkl.distillation.layer import UNDER_WAY, Batch, Layer, Loss
 from streamkl.integrations.transformers.families import Family
 from streamkl.integrations.transformers.indexers import Indexers
 
@@ -36,6 +36,8 @@ class Distiller(nn.Module):
         modules = family.attentions(backbone)
         self.layers = [Layer(modules[int(n)], family, indexers[n], loss) for n in indexers]  # pyright: ignore[reportArgumentType]
         self.finite = torch.ones(len(self.layers), dtype=torch.bool, device="cpu")
+        self._topk = 0
+        self._figures: dict[int, dict[str, Any]] = {layer.number: {"kl": float("nan")} for layer in self.layers}
 
     def train(self, mode: bool = True) -> Distiller:
         """Leaves the frozen model as it is evaluated."""
@@ -50,29 +52,26 @@ class Distiller(nn.Module):
             input_ids: ``[B, N]``: whole sequences, without padding.
             row_weight: ``[B, N]``: how much each query weighs, the same sum for every sequence.
         """
-        for layer in self.layers:
-            layer.row_weight = row_weight
-        with torch.no_grad():
-            self.backbone.base_model(input_ids=input_ids, use_cache=False)
-        losses = []
-        for layer in self.layers:
-            assert layer.loss is not None, "every attention module was called"
-            losses.append(layer.loss)
-        stacked = torch.stack(losses)
+        batch = Batch(row_weight, self._topk)
+        before = UNDER_WAY.set(batch)
+        try:
+            with torch.no_grad():
+                self.backbone.base_model(input_ids=input_ids, use_cache=False)
+        finally:
+            UNDER_WAY.reset(before)
+        stacked = torch.stack([batch.losses[layer.number] for layer in self.layers])
+        for layer, loss in zip(self.layers, stacked.detach(), strict=True):
+            self._figures[layer.number].update(kl=loss, **batch.figures.get(layer.number, {}))
         self.finite = self.finite.to(stacked.device) & stacked.detach().isfinite()
         return {"loss": stacked.sum()}
 
     def measure(self, topk: int) -> None:
         """Measures recall and mass with so many keys from the next batch on; 0 for no longer."""
-        for layer in self.layers:
-            layer.topk = topk
+        self._topk = topk
 
     def figures(self) -> dict[int, dict[str, float]]:
         """KL of each layer's last batch, and recall and mass of the last batch that was measured."""
-        return {
-            layer.number: {"kl": float("nan") if layer.loss is None else layer.loss.item(), **layer.figures}
-            for layer in self.layers
-        }
+        return {number: {**figures, "kl": float(figures["kl"])} for number, figures in self._figures.items()}
 
     def take_broken(self) -> list[int]:
         """The layers that had a loss that was not finite since this was last asked."""
