@@ -237,9 +237,10 @@ TRANSFORMERS = {
     "index_cache": set(),
     "layout": set(),
     "masks": {"layout"},
-    "own_indexer": {"families", "layer", "masks"},  # the layer's type alone
-    "layer": {"", "families", "layout", "masks", "own_indexer", "selection"},
-    "attention": {"layer", "masks", "selection"},
+    "module_call": {"families", "masks"},
+    "own_indexer": {"families", "layer", "module_call"},  # the layer's type alone
+    "layer": {"", "families", "layout", "masks", "module_call", "own_indexer", "selection"},
+    "attention": {"layer", "masks", "module_call", "selection"},
     "description": {"families", "schema", "selection"},
     "indexers": {"", "families", "selection"},
     "model": {"families", "indexers", "layer", "schema", "selection"},

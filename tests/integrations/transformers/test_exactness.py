@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import Cache, DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import streamkl.integrations.transformers as skl
 from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, WindowSelector
@@ -70,7 +71,7 @@ def test_padded_packed_cached_and_chunked_calls_are_the_plain_call(family, keys,
     together, ends = torch.cat(rows)[None], torch.tensor([0, *LENGTHS]).cumsum(0)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     told = {"cu_seq_lens_q": ends.int(), "cu_seq_lens_k": ends.int(), "max_length_q": TOKENS, "max_length_k": TOKENS}
-    for options in ({"use_cache": False}, {"use_cache": True}, {"use_cache": True, **told}):
+    for options in ({"use_cache": False}, {"use_cache": False, **told}, {"use_cache": True, **told}):
         packed = model(together, position_ids=positions, **options).logits[0].split(LENGTHS)
         for got, plain in zip(packed, alone, strict=True):
             dense.check(got, plain)
@@ -85,6 +86,77 @@ def test_full_attention_between_linear_layers_keeps_packed_sequences_apart(famil
     skl.sparsify(model, OracleSelector(TOKENS, BLOCK))
     dense.check(model(**options).logits)
     assert (model(options["input_ids"]).logits - dense.logits).abs().max() > 0.1, "positions make a difference"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_positions_split_sequences_where_they_do_so_under_sdpa_and_nowhere_else(family, dense_of) -> None:
+    everything = {"index_topk": TOKENS} if family in SPARSE_LATENT else {}
+    model, ids, ramp = tiny_model(family, **everything), tokens(2, TOKENS), torch.arange(TOKENS)
+    skl.sparsify(model, OracleSelector(TOKENS, BLOCK))
+    for positions in (ramp + 10 * (ramp >= 20), torch.full_like(ramp, 3), ramp % 16):  # a gap, constant, packed
+        found = []
+        for options in ({}, {"use_cache": False}, {"attention_mask": torch.ones_like(ids), "use_cache": False}):
+            inputs = {"input_ids": ids, "position_ids": positions[None], **options}
+            dense = dense_of(model, **inputs)
+            dense.check(model(**inputs).logits)
+            found.append(dense.logits)
+        assert (found[0] - found[1]).abs().max() > 0.1, "without a cache or a mask they split"
+
+
+@pytest.mark.parametrize("positions", [[20, 21, 30, 31], [20, 20, 20, 20], [20, 21, 0, 1]])
+@torch.no_grad()
+def test_positions_of_tokens_that_continue_a_cache_split_nothing(positions, dense_of) -> None:
+    model, ids = tiny_model("llama"), tokens(2, 24)
+    skl.sparsify(model, OracleSelector(24, 4))
+    dense, got = dense_of(model, input_ids=ids), {}
+    for name in ("sdpa", "streamkl_sparse"):
+        model.set_attn_implementation(name)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :20], past_key_values=cache)
+        got[name] = model(ids[:, 20:], position_ids=torch.tensor([positions]), past_key_values=cache).logits
+    dense.check(got["streamkl_sparse"], got["sdpa"])
+
+
+@torch.no_grad()
+def test_sequences_that_cu_seq_lens_name_split_a_row_unless_it_is_padded(dense_of) -> None:
+    model, ids, cut = tiny_model("gemma3"), tokens(1, TOKENS), 17  # with dense layers between the sparse ones
+    skl.sparsify(model, OracleSelector(TOKENS, BLOCK))
+    dense, told = dense_of(model, input_ids=ids), {"cu_seq_lens_q": torch.tensor([0, cut, TOKENS], dtype=torch.int32)}
+    positions = torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)])[None]
+    apart = model(ids, position_ids=positions, use_cache=False).logits
+    mask = torch.ones_like(ids)
+    for name in ("streamkl_sparse", "streamkl_dense"):
+        model.set_attn_implementation(name)
+        static = StaticCache(config=model.config, max_cache_len=TOKENS + 9)
+        for options in ({}, {"use_cache": False}, {"attention_mask": mask}, {"past_key_values": static}):
+            dense.check(model(ids, position_ids=positions, **told, **options).logits, apart)
+    model.set_attn_implementation("streamkl_sparse")
+    mask[0, :3] = 0
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    dense.check(model(**padded, **told).logits[:, 3:], dense_of(model, **padded).logits[:, 3:])
+
+
+@torch.no_grad()
+def test_padding_is_that_of_the_keys_which_a_cache_still_has(dense_of) -> None:
+    model, (ids, mask) = tiny_model("llama"), pad([tokens(24), tokens(15, seed=2)], "left")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    skl.sparsify(model, OracleSelector(24, 4))
+    dense = dense_of(model, input_ids=ids)
+    for kind in ("static", "sliding"):
+        got = {}
+        for name in ("sdpa", "streamkl_sparse"):
+            model.set_attn_implementation(name)
+            if kind == "static":  # room for more
+                cache = StaticCache(config=model.config, max_cache_len=40)
+            else:  # the last 15 keys
+                cache = Cache([DynamicSlidingWindowLayer(sliding_window=16) for _ in range(2)])
+            parts = []
+            for part in (slice(0, 20), slice(20, 24)):
+                call = {"attention_mask": mask[:, : part.stop], "position_ids": positions[:, part]}
+                parts.append(model(ids[:, part], past_key_values=cache, **call).logits)
+            got[name] = torch.cat(parts, 1)[mask.bool()]
+        dense.check(got["streamkl_sparse"], got["sdpa"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

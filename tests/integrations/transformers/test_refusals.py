@@ -90,6 +90,17 @@ def test_a_name_without_a_selector_is_refused(family) -> None:
         model(tokens(1, 9))
 
 
+@torch.no_grad()
+def test_cu_seq_lens_of_several_rows_or_of_a_filled_cache_are_refused() -> None:
+    model, told = tiny_model("llama"), {"cu_seq_lens_q": torch.tensor([0, 4, 9])}
+    skl.sparsify(model, SELECTOR)
+    with pytest.raises(ValueError, match="packs a batch of one row with an empty cache: got 2 rows"):
+        model(tokens(2, 9), **told)
+    cache = model(tokens(1, 5)).past_key_values
+    with pytest.raises(ValueError, match="got 1 rows, and a cache of 5 tokens"):
+        model(tokens(1, 9), past_key_values=cache, **told)
+
+
 def test_dropout_is_refused() -> None:
     model = tiny_model("llama", attention_dropout=0.1)
     skl.sparsify(model, SELECTOR)

@@ -9,7 +9,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamkl.integrations.transformers.layer import Attended, SparseLayer
-from streamkl.integrations.transformers.masks import Mask, Unread, streamkl_mask
+from streamkl.integrations.transformers.masks import Mask, streamkl_mask
+from streamkl.integrations.transformers.module_call import ModuleCall
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
 from streamkl.sparse import sparse_attention
 
@@ -29,7 +30,7 @@ def streamkl_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Mask | Unread | Tensor | None,
+    attention_mask: ModuleCall | Mask | Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -43,7 +44,7 @@ def streamkl_attention(
         query: ``[B, H, Nq, D]``, after RoPE.
         key: ``[B, Hkv, Nk, D]``, those of the cache included.
         value: ``[B, Hkv, Nk, Dv]``.
-        attention_mask: What `streamkl_mask` made.
+        attention_mask: What `streamkl_mask` made, and what the layer's hook sent along with it.
         scaling: Multiplies the products; ``1/sqrt(D)`` if not given.
         dropout: Of attention weights.
         indices: What the module's own indexer returned, if it has one.
@@ -52,14 +53,13 @@ def streamkl_attention(
     Returns:
         ``[B, Nq, H, Dv]``, and ``None`` in place of attention weights.
     """
-    mask = attention_mask.mask if isinstance(attention_mask, Unread) else attention_mask
     layer = _layer(module)
     rows = query.shape[2]
     selector = None if layer is None else layer.selector_of(rows)
     if layer is not None and layer.is_global and (selector is not None or layer.reads or layer.watchers):
-        mask = _checked(layer, mask, dropout if selector is not None else 0.0, kwargs)
-        layout = mask.layout(query.device)
-        call = layer.call(query, key, scaling, layout)
+        carried = _checked(layer, attention_mask, dropout if selector is not None else 0.0, kwargs)
+        layout = carried.mask.layout(query.device)
+        call = layer.call(carried, query, key, scaling, layout)
         if selector is not None:
             lists = indices if layer.has_own_lists else selector.select(call)
             assert lists is not None, "a module with an indexer of its own passes on what it returned"
@@ -71,6 +71,7 @@ def streamkl_attention(
             return layout.back(out, query.shape[0], rows), None
         layer.tell(Attended(layer.number, call, None, 1))
     dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    mask = attention_mask.mask if isinstance(attention_mask, ModuleCall) else attention_mask
     mask = mask.tensor(query.device) if isinstance(mask, Mask) else mask
     return dense(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 
@@ -86,8 +87,8 @@ def _layer(module: nn.Module) -> SparseLayer | None:
     return layer
 
 
-def _checked(layer: SparseLayer, mask: Any, dropout: float, kwargs: dict[str, Any]) -> Mask:
-    """Refuses what sparse attention does not have, and returns the mask."""
+def _checked(layer: SparseLayer, carried: Any, dropout: float, kwargs: dict[str, Any]) -> ModuleCall:
+    """Refuses what sparse attention does not have, and returns what came with the call."""
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -98,9 +99,9 @@ def _checked(layer: SparseLayer, mask: Any, dropout: float, kwargs: dict[str, An
         raise ValueError(f"sparse attention has no dropout: got {dropout}; set attention_dropout to 0, or call eval()")
     if kwargs.get("is_causal") is False:
         raise ValueError(f"sparse attention is causal: layer {layer.number} got is_causal=False")
-    if not isinstance(mask, Mask):
-        shape = list(mask.shape) if isinstance(mask, Tensor) else mask
+    if not isinstance(carried, ModuleCall):
+        shape = list(carried.shape) if isinstance(carried, Tensor) else carried
         raise ValueError(
             f"sparse attention takes padding as a mask of [batch, tokens]: layer {layer.number} got a mask of {shape}"
         )
-    return mask
+    return carried

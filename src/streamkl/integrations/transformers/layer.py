@@ -1,8 +1,9 @@
-"""What is attached to one attention module: how it selects, its indexer, and what it was last called with."""
+"""What is attached to one attention module: how it selects, and its indexer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -12,10 +13,11 @@ from streamkl.indexer import Indexer
 from streamkl.integrations.transformers import index_cache
 from streamkl.integrations.transformers.families import Attention, Family, Inputs
 from streamkl.integrations.transformers.layout import Layout
-from streamkl.integrations.transformers.masks import Mask, Unread
+from streamkl.integrations.transformers.masks import Mask
+from streamkl.integrations.transformers.module_call import ModuleCall
 from streamkl.integrations.transformers.own_indexer import OwnIndexer
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS, PREFIX
-from streamkl.sparse import AttentionCall, IndexerSelector, IndexTensors, Selector
+from streamkl.sparse import AttentionCall, IndexerSelector, Selector
 
 
 class Attended(NamedTuple):
@@ -34,8 +36,33 @@ class Attended(NamedTuple):
     block: int
 
 
+class Watcher(NamedTuple):
+    """A function that is called with what the layers of one model attend to.
+
+    Attributes:
+        of: Tells the model's layers from those of others.
+        function: The function.
+    """
+
+    of: object
+    function: Callable[[Attended], None]
+
+
+WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("streamkl_watchers", default=())
+"""The watchers of the calls that this thread, or this task of ``asyncio``, makes."""
+
+
 class SparseLayer:
-    """Belongs to one attention module, as its attribute ``streamkl_layer``."""
+    """Belongs to one attention module, as its attribute ``streamkl_layer``. No call changes it.
+
+    Args:
+        module: The attention module.
+        family: Of its model.
+        selector: Chooses keys under ``streamkl_sparse``.
+        indexer: Its indexer, if it has one.
+        decode: How a single query attends.
+        watched: What a `Watcher` of its model is ``of``.
+    """
 
     def __init__(
         self,
@@ -44,16 +71,14 @@ class SparseLayer:
         selector: Selector,
         indexer: Indexer | None,
         decode: Literal["dense", "sparse"],
-        watchers: list[Callable[[Attended], None]],
+        watched: object,
     ) -> None:
         self.module, self.family, self.selector, self.indexer = module, family, selector, indexer
         self.decode: Literal["dense", "sparse"] = decode
-        self.watchers = watchers
+        self.watched = watched
         self.number: int = module.layer_idx
         self.is_global = family.is_global(module)
         self.has_own_indexer = hasattr(module, "indexer")
-        self.inputs: Inputs | None = None
-        self.index: IndexTensors | None = None
         self._hook: RemovableHandle | None = None
 
     def attach(self) -> None:
@@ -88,6 +113,11 @@ class SparseLayer:
         return None if rows == 1 and self.decode == "dense" else self.active
 
     @property
+    def watchers(self) -> list[Callable[[Attended], None]]:
+        """The functions that want to see this call."""
+        return [watcher.function for watcher in WATCHERS.get() if watcher.of is self.watched]
+
+    @property
     def reads(self) -> bool:
         """Whether calls need the indexer's tensors, to select by or to watch, or the cache their index keys."""
         return self.indexer is not None and (self.active is self.selector or bool(self.watchers))
@@ -98,29 +128,30 @@ class SparseLayer:
         return self.has_own_indexer and isinstance(self.active, IndexerSelector)
 
     def before_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """A forward pre-hook: keeps what the indexer reads until the attention function asks for it."""
-        if not self.implementation.startswith(PREFIX):
-            return None
+        """A forward pre-hook: sends along with the call what the attention function needs of it."""
         mask = kwargs.get("attention_mask")
-        if isinstance(mask, Mask):
-            mask.tell(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
-        if self.has_own_indexer:
-            return (args, {**kwargs, "attention_mask": Unread(mask)}) if isinstance(mask, Mask) else None
-        if self.reads:
+        if not isinstance(mask, Mask):
+            return None
+        mask.tell(kwargs.get("cu_seq_lens_q"))
+        call = ModuleCall(mask)
+        if self.reads and not self.has_own_indexer:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            self.inputs = Inputs(hidden, kwargs["position_embeddings"], cache=kwargs.get("past_key_values"))
-        return None
+            call.inputs = Inputs(hidden, kwargs["position_embeddings"], cache=kwargs.get("past_key_values"))
+        return args, {**kwargs, "attention_mask": call}
 
-    def call(self, query: Tensor, key: Tensor, scale: float | None, layout: Layout) -> AttentionCall:
+    def call(
+        self, carried: ModuleCall, query: Tensor, key: Tensor, scale: float | None, layout: Layout
+    ) -> AttentionCall:
         """What a selector looks at, of a call that has reached the attention function.
 
         Args:
+            carried: What came with the call.
             query: ``[B, H, Nq, D]``.
             key: ``[B, Hkv, Nk, D]``.
             scale: Multiplies the products.
             layout: Of the call.
         """
-        inputs, index, self.inputs, self.index = self.inputs, self.index, None, None
+        inputs, index = carried.inputs, carried.index
         if inputs is not None:
             assert self.indexer is not None, "inputs are kept for an indexer"
             index = self.family.project(self.indexer, inputs)

@@ -36,34 +36,37 @@ class Mask:
         self._tensor: Tensor | None = None
         self._made = self._told = False
         self._layouts: dict[torch.device, Layout] = {}
-        self._starts: Tensor | None = None
 
-    def tell(self, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        """Takes up packed sequences that transformers leaves out of a mask where there is a cache.
+    def tell(self, cu_seqlens: Tensor | None) -> None:
+        """Takes up the sequences of a packed row that a caller names, as flash attention does in transformers.
+
+        Those that ``position_ids`` tell are in the mask already, where transformers reads them.
 
         Args:
-            position_ids: ``[B or 1, Nq]``: a position that does not follow the one before it starts a sequence.
             cu_seqlens: ``[sequences + 1]``: where the sequences of a batch of one row start, and the end.
+
+        Raises:
+            ValueError: There are several rows, or keys of earlier calls.
         """
-        a = self._arguments
-        if self._told or a["attention_mask"] is not None:
+        if self._told or cu_seqlens is None:
             return
-        self._told = True
-        if int(a["q_offset"]) == 0:
-            self._starts = _told_starts(a["batch_size"], a["q_length"], position_ids, cu_seqlens)
+        self._told, a = True, self._arguments
+        if a["attention_mask"] is not None and not bool(a["attention_mask"].all()):
+            return  # flash attention takes the sequences of a padded batch from its padding
+        if a["batch_size"] != 1 or int(a["q_offset"]) != 0:
+            raise ValueError(
+                f"cu_seq_lens_q packs a batch of one row with an empty cache: got {a['batch_size']} rows, and a cache "
+                f"of {int(a['q_offset'])} tokens"
+            )
+        starts = torch.zeros(1, a["kv_length"] + 1, dtype=torch.long, device=a["device"])
+        starts[0, cu_seqlens.to(starts.device).long()] = 1
+        apart = packed_sequence_mask_function(starts.cumsum(-1))
+        a["mask_function"], a["allow_is_causal_skip"] = and_masks(a["mask_function"], apart), False
 
     def tensor(self, device: torch.device | None = None) -> Tensor | None:
         """``[B, 1, Nq, Nk]`` of bool, True for what is seen; ``None`` where ``is_causal`` says it all: SDPA's."""
         if not self._made:
-            arguments = self._arguments
-            if self._starts is not None:
-                apart = packed_sequence_mask_function(self._starts.cumsum(-1))
-                arguments = {
-                    **arguments,
-                    "mask_function": and_masks(arguments["mask_function"], apart),
-                    "allow_is_causal_skip": False,
-                }
-            self._tensor, self._made = sdpa_mask(**arguments), True
+            self._tensor, self._made = sdpa_mask(**self._arguments), True
         return self._tensor if self._tensor is None or device is None else self._tensor.to(device)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -86,9 +89,7 @@ class Mask:
             if padding is not None:
                 padding = padding[:, first : first + keys]
                 padding = None if bool(padding.all()) else padding
-            found = self._found_starts()
-            starts = found if self._starts is None else self._starts
-            self._layouts[device] = Layout.of(a["batch_size"], rows, keys, padding, starts).to(device)
+            self._layouts[device] = Layout.of(a["batch_size"], rows, keys, padding, self._found_starts()).to(device)
         return self._layouts[device]
 
     def _found_starts(self) -> Tensor | None:
@@ -120,16 +121,6 @@ class Mask:
         return starts if bool(starts.any()) else None
 
 
-class Unread:
-    """A mask for a model that hands a part of it on to its indexer, which is ours and takes the mask itself."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
-
-    def __getitem__(self, index: Any) -> Mask:
-        return self.mask
-
-
 def streamkl_mask(
     batch_size: int,
     q_length: int,
@@ -151,21 +142,6 @@ def streamkl_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, device=device, **arguments,
     )  # fmt: skip
-
-
-def _told_starts(batch: int, rows: int, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-    """``[B, Nq]`` of bool, True where a caller says that a sequence starts; ``None`` if none does."""
-    if cu_seqlens is not None and batch == 1:
-        starts = torch.zeros(1, rows + 1, dtype=torch.bool, device=cu_seqlens.device)
-        starts[0, cu_seqlens.long()] = True
-        starts = starts[:, :rows]
-        starts[0, 0] = False
-    elif position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == rows:
-        starts = torch.zeros(batch, rows, dtype=torch.bool, device=position_ids.device)
-        starts[:, 1:] = position_ids.diff(dim=-1) != 1
-    else:
-        return None
-    return starts if bool(starts.any()) else None
 
 
 def _not_causal(what: str) -> ValueError:

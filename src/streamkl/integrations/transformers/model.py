@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from streamkl.integrations.transformers.families import Family, family_of
 from streamkl.integrations.transformers.indexers import Indexers, load_indexers, own_indexers, save_indexers
-from streamkl.integrations.transformers.layer import Attended, SparseLayer
+from streamkl.integrations.transformers.layer import WATCHERS, Attended, SparseLayer, Watcher
 from streamkl.integrations.transformers.schema import entries, one_of, text
 from streamkl.integrations.transformers.selection import PREFIX, check_selector, from_json, to_json
 from streamkl.sparse import IndexerSelector, OracleSelector, Selector
@@ -41,9 +41,9 @@ class SparseModel:
         decode: Literal["dense", "sparse"],
     ) -> None:  # fmt: skip
         self.model, self.family, self.selector, self.indexers = model, family, selector, indexers
-        self.watchers: list[Callable[[Attended], None]] = []
+        self._watched = object()
         self.layers = {
-            number: SparseLayer(attention, family, selector, indexers.of(number), decode, self.watchers)
+            number: SparseLayer(attention, family, selector, indexers.of(number), decode, self._watched)
             for number, attention in family.attentions(model).items()
         }
         self._before = _implementation(model)
@@ -71,14 +71,16 @@ class SparseModel:
     def watch(self, function: Callable[[Attended], None]) -> Iterator[None]:
         """Within it, ``function`` is called with each layer's `Attended`, after its attention.
 
-        The call that it is given has q and k after RoPE, the mask, and the indexer's tensors with their graph, which is
-        all that ``streamkl.indexer_kl`` takes.
+        It sees the calls of the thread, or task of ``asyncio``, that entered it, and not those of others. The call
+        that it is given has q and k after RoPE, the mask, and the indexer's tensors with their graph, which is all
+        that ``streamkl.indexer_kl`` takes.
         """
-        self.watchers.append(function)
+        watcher = Watcher(self._watched, function)
+        WATCHERS.set((*WATCHERS.get(), watcher))
         try:
             yield
-        finally:
-            self.watchers.remove(function)
+        finally:  # by identity, for watchers that were entered later may be there still
+            WATCHERS.set(tuple(other for other in WATCHERS.get() if other is not watcher))
 
     def save_indexers(self, path: str | os.PathLike[str]) -> Path:
         """Writes the indexers and the selector to a folder, which ``sparsify(model, indexers=path)`` takes."""

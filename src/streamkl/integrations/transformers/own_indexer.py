@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from streamkl.integrations.transformers.families import Inputs
-from streamkl.integrations.transformers.masks import Mask
+from streamkl.integrations.transformers.module_call import ModuleCall
 from streamkl.sparse import AttentionCall, IndexerSelector
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class OwnIndexer:
     ) -> Tensor:
         """The lists of keys, or under another selector an empty tensor."""
         layer = self.layer
-        if not isinstance(attention_mask, Mask):
+        if not isinstance(attention_mask, ModuleCall):
             return self.original(
                 hidden_states, q_resid, position_embeddings, attention_mask, position_ids,
                 past_key_values=past_key_values,
@@ -45,10 +45,11 @@ class OwnIndexer:
         index = layer.family.project(layer.indexer, Inputs(hidden_states, position_embeddings, q_resid))
         if past_key_values is not None:
             index = index._replace(index_k=past_key_values.update_indexer(index.index_k, layer.number))
-        layer.index = index if layer.reads else None
+        if layer.reads:
+            attention_mask.index = index
         if not isinstance(layer.active, IndexerSelector):
             return hidden_states.new_empty(0)
-        layout = attention_mask.layout(hidden_states.device)
+        layout = attention_mask.mask.layout(hidden_states.device)
         index = layout.index_tensors(index)
         # The attention's own q and k do not exist yet, and an indexer does not look at them.
         stand_in = AttentionCall(

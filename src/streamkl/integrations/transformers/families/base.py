@@ -126,13 +126,12 @@ class GroupedQuery(Family):
 
     def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
         """Of the hidden states, in the indexer's dtype or autocast's."""
-        weight = next(indexer.parameters())
-        if weight.device != inputs.hidden.device:
-            indexer.to(inputs.hidden.device)
+        if any(weight.device != inputs.hidden.device for weight in indexer.parameters()):
+            indexer.to(inputs.hidden.device)  # another thread may have begun to
         cos, sin = (_fewer(table, indexer.rope_dim) for table in inputs.position_embeddings)
         hidden = inputs.hidden.detach()
         if not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(weight.dtype)
+            hidden = hidden.to(next(indexer.parameters()).dtype)
         return indexer(hidden, position_embeddings=(cos, sin))
 
     def fingerprint(self, attention: Attention) -> Tensor:
