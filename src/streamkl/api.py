@@ -119,7 +119,7 @@ def attention_kl(
                 teacher_q, teacher_k, scale=teacher_scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, backend="reference",
             )  # fmt: skip
-            validation.check_teacher_lse(arguments, lse.view_as(arguments.teacher_lse))
+            validation.check_teacher_lse(arguments, lse)
         return reference.attention_kl(
             teacher_q, teacher_k, student_q, student_k, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, teacher_scale=teacher_scale,
@@ -245,7 +245,7 @@ def indexer_kl(
                 teacher_q, teacher_k, scale=teacher_scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, backend="reference",
             )  # fmt: skip
-            validation.check_teacher_lse(arguments, lse.view_as(arguments.teacher_lse))
+            validation.check_teacher_lse(arguments, lse)
         return reference.indexer_kl(
             teacher_q, teacher_k, index_q, index_k, index_w, activation=activation, index_scale=index_scale,
             topk_indices=topk_indices, teacher_scale=teacher_scale, causal=causal, window=window,

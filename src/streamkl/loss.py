@@ -29,7 +29,8 @@ def attention_kl(
     An indexer always goes the way of a mixture, though its teacher may have one head.
     """
     _load_sharding_rules()
-    keys, lse = arguments.keys, arguments.teacher_lse
+    keys = arguments.keys
+    lse = given = None if arguments.teacher_lse is None else arguments.teacher_lse.detach()
     relu = student_activation == "relu"
     numbers = (arguments.summed, keys.left, keys.right, arguments.deterministic, backend)
     if divergence == "forward":
@@ -57,7 +58,7 @@ def attention_kl(
         m_b, ln_l_b = _normalisers("b", tensors, options, dtype, checked=lse is None)
         weight = _counted(m_b, row_weight)
         if lse is not None:  # the sums are checked with the sweep that makes them
-            weight = torch.ops.streamkl.checked_mass(weight, torch.ones_like(weight), lse.detach())
+            weight = torch.ops.streamkl.checked_mass(weight, torch.ones_like(weight), lse)
         if reduction == "mean":
             weight = weight / _nonzero(weight.sum())
         return torch.ops.streamkl.train(*tensors, m_a, ln_l_a, m_b, ln_l_b, weight, *options)[0]
@@ -66,13 +67,12 @@ def attention_kl(
         kl, m_b, _, mass = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, lse is None, *options)
     else:
         kl, _, m_a, ln_l_a, m_b, ln_l_b = torch.ops.streamkl.paired_rows(*tensors, *options)
-        mass = None
+        m, ln_l = (m_a, ln_l_a) if divergence == "forward" else (m_b, ln_l_b)
+        # Computed though it may be given: by how much do the two differ?
+        mass = m if given is None else torch.exp((m.detach() - given) + ln_l.detach())
     weight = _counted(m_b.detach(), row_weight)
-    if arguments.teacher_lse is not None:
-        if mass is None:  # the log-sum-exp was computed: by how much does the given one differ?
-            m, ln_l = (m_a, ln_l_a) if divergence == "forward" else (m_b, ln_l_b)
-            mass = torch.exp((m - arguments.teacher_lse) + ln_l)
-        weight = torch.ops.streamkl.checked_mass(weight, mass.detach(), arguments.teacher_lse.detach())
+    if given is not None:
+        weight = torch.ops.streamkl.checked_mass(weight, mass.detach(), given)
     rows = torch.where(weight != 0, weight * kl, 0.0)
     if reduction == "none":
         return rows
@@ -124,9 +124,9 @@ def _teacher_normalisers(
     """
     if lse is None:
         return _normalisers("a", tensors, options, dtype)
-    m = lse.detach().to(dtype)
+    m = lse.to(dtype)
     m = torch.where(m == -torch.inf, torch.nan, m)  # a row that sees a key has none, and in the others nothing matters
-    rest = (lse.detach() - m).to(dtype)
+    rest = (lse - m).to(dtype)
     return m, torch.where(rest.isfinite(), rest, 0.0)
 
 

@@ -337,9 +337,10 @@ def check_teacher_mass(mass: Tensor, lse: Tensor) -> None:
 
 
 def check_teacher_lse(arguments: KLArguments, lse: Tensor) -> None:
-    """Checks a given ``teacher_lse`` against ``lse [B, H, Nq]``, the teacher's own: the check where no engine runs."""
+    """Checks a given ``teacher_lse`` against the teacher's own, of the caller's shape, where no engine does."""
     if arguments.teacher_lse is None or not _may_read(lse):
         return
+    lse = lse.view_as(arguments.teacher_lse)
     mass = torch.where(lse == -torch.inf, 1.0, torch.exp(lse - arguments.teacher_lse))
     if arguments.row_weight is not None:
         counts = (arguments.row_weight != 0).repeat_interleave(mass.shape[1] // arguments.row_weight.shape[1], 1)
