@@ -1,4 +1,4 @@
-.PHONY: install format lint types test test-fast test-oldest fuzz fuzz-triton kernels bench memory long-context wheel quickstart ci
+.PHONY: install format lint types test test-fast test-oldest fuzz fuzz-triton mutants kernels bench memory long-context wheel quickstart ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -34,6 +34,9 @@ fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 
 fuzz-triton:  ## 1,000 small problems in Triton's interpreter
 	pytest -n 2 -q tests/contract/test_fuzz.py -k triton --every-seed --fuzz-seeds $(or $(SEEDS),1000) --fuzz-from $(or $(FROM),0)
+
+mutants:  ## small mutations of the sources, each of which a test must notice; ONLY=state.py for those of a file, or by name
+	python tests/mutants/run.py $(ONLY) --jobs $(or $(JOBS),2)
 
 kernels:  ## every Triton kernel compiled for every target; fails on a broken budget
 	streamkl kernels --check

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import streamkl
-from streamkl import attention_kl, attention_lse, indexer_kl, ops
+from streamkl import attention_kl, attention_lse, engines, indexer_kl, ops
 from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -405,6 +405,26 @@ def test_a_float64_lse_beside_float32_keeps_its_digits() -> None:
     (exact_gradient,) = torch.autograd.grad(exact, doubles)
     assert (ours - exact).abs() < 1e-6
     assert (gradient - exact_gradient).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize(("globally", "given"), [(True, None), (True, False), (False, None), (False, True)])
+def test_deterministic_algorithms_ask_for_a_deterministic_engine_unless_the_call_says(
+    globally: bool, given: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, choose = [], engines.choose
+
+    def recorded(backend, device, problem=None, function=None):
+        asked.append(problem.deterministic)
+        return choose(backend, device, problem, function)
+
+    monkeypatch.setattr(engines, "choose", recorded)
+    case, before = small("paired"), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(globally)
+    try:
+        run(case, deterministic=given)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert set(asked) == {globally if given is None else given}
 
 
 def test_public_names() -> None:

@@ -104,6 +104,7 @@ BAD = {
     "weight of bool": (lambda: tensors(row_weight=torch.ones(2, 10) > 0), "(a mask: mask.float()): got torch.bool"),
     "weight negative": (lambda: tensors(row_weight=torch.full((2, 10), -0.5)), "not negative: got -0.5"),
     "weight nan": (lambda: tensors(row_weight=torch.full((2, 10), torch.nan)), "finite and not negative: got nan"),
+    "weight infinite": (lambda: tensors(row_weight=torch.full((2, 10), torch.inf)), "finite and not negative: got inf"),
     "weight with gradient": (lambda: tensors(row_weight=torch.ones(2, 10, requires_grad=True)), "not differentiated"),
     "reverse of a group mean": (lambda: tensors(divergence="reverse"), "head by head"),
     "teacher gradient of a group mean": (
@@ -226,7 +227,7 @@ def test_bad_input_is_refused_before_any_engine(name: str, no_engine: None) -> N
         attention_kl(**call())
 
 
-@pytest.mark.parametrize("name", ["weight negative", "weight nan"])
+@pytest.mark.parametrize("name", ["weight negative", "weight nan", "weight infinite"])
 def test_bad_weights_are_refused_where_gradients_are_wanted(name: str, no_engine: None) -> None:
     call, message = BAD[name]
     arguments = call()

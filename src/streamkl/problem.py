@@ -169,12 +169,13 @@ class Support:
             first += 0 if self.cu_seqlens_q is None else -(-seq.q_len // block)
 
     def live_rows(self, seq: Sequence) -> tuple[int, int]:
-        """The half-open range of the sequence's rows that see at least one key, if they do not name their keys."""
+        """The half-open range of the sequence's rows that see at least one key, if they do not name their keys.
+
+        The last row lies on the last key, so a window hides all keys from first rows alone.
+        """
         if seq.k_len == 0 or (self.topk is not None and self.topk.shape[3] == 0):
             return 0, 0
-        first = 0 if self.right is None else max(0, -seq.diagonal - self.right)
-        last = seq.q_len if self.left is None else min(seq.q_len, seq.k_len - seq.diagonal + self.left)
-        return first, max(first, last)
+        return 0 if self.right is None else max(0, -seq.diagonal - self.right), seq.q_len
 
     def tiles(self, seq: Sequence, block_q: int, block_k: int, listed: int = 0) -> Iterator[list[Tile]]:
         """Walks the blocks of live rows; for each, the list of tiles that hold an allowed pair, and no other.

@@ -42,6 +42,13 @@ def test_gradients_alone_wrong_by_one_per_cent_do_not_pass(monkeypatch: pytest.M
         gate.check(CELL, "tiled", CPU, torch.get_num_threads())
 
 
+def test_losses_that_are_not_numbers_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = tiled._Operand.score
+    monkeypatch.setattr(tiled._Operand, "score", lambda *args: logits(*args) * torch.nan)
+    with pytest.raises(gate.RedGateError, match="nan"):
+        gate.check(CELL, "tiled", CPU, torch.get_num_threads())
+
+
 def test_layouts_that_differ_are_checked_apart() -> None:
     same = Cell(128, CELL.heads, CELL.dims, dtype="float32", direction="forward")
     assert gate.key(CELL) == gate.key(same)

@@ -171,6 +171,23 @@ def test_student_equal_to_teacher_has_no_divergence(backend) -> None:
     assert kl.abs().max() <= 1e-6
 
 
+def test_a_uniform_group_and_a_uniform_student_have_a_divergence_of_exactly_zero(backend) -> None:
+    """Heads are normalised relative to the first of their group: uniform ones have probabilities of 1 then."""
+    q, k = torch.zeros(1, 4, 65, 16), torch.randn(1, 2, 65, 16)
+    kl = attention_kl(q, k, q[:, :2], k, causal=True, reduction="none", backend=backend)
+    assert torch.equal(kl, torch.zeros(1, 2, 65)), kl
+
+
+def test_a_window_of_no_other_key_leaves_each_query_its_own(backend) -> None:
+    case = make_case(12, tokens=(20, 25), window=(0, 0), guard=False, reduction="none")
+    results = run(case, backend)
+    for name, value in results.named().items():
+        assert torch.equal(value, torch.zeros_like(value)), name
+    q, k = case.tensors["teacher_q"], case.tensors["teacher_k"]
+    own = reference.logits(q, k, None).diagonal(5, -2, -1)
+    torch.testing.assert_close(attention_lse(q, k, window=(0, 0), backend=backend), own, rtol=1e-5, atol=1e-6)
+
+
 def test_lse_equals_the_reference_and_is_minus_infinity_for_dead_rows(backend) -> None:
     for seed, options in enumerate(({}, {"causal": True}, {"window": (3, 2)})):
         case = make_case(seed, tokens=(40, 30), dtypes=(torch.bfloat16,) * 2, **options)

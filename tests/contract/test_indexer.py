@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from streamkl import attention_lse, indexer_kl
+from streamkl import attention_kl, attention_lse, indexer_kl
 from streamkl.testing import (
     TEACHER,
     Case,
@@ -221,6 +221,22 @@ def test_a_nan_in_a_live_row_is_not_swallowed_and_stays_in_its_row(backend) -> N
         assert results.loss.isnan().nonzero().tolist() == [[0, 0, 7]]
         nan_keys = results.gradients["index_k"].isnan().any(-1).nonzero().tolist()
         assert nan_keys == [[0, key] for key in range(8)]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_product_of_exactly_zero_has_no_derivative(reduction, backend) -> None:
+    """As torch's relu has none at 0: here of an indexer's heads, and of a student's."""
+    q, k = (torch.randn(1, 2, 7, 16, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    index_q, index_k = torch.zeros(1, 2, 7, 16), torch.zeros(1, 1, 7, 16)
+    index_q[..., 0] = 1.0
+    index_k[:, :, ::2, 0], index_k[:, :, 1::2, 1] = 1.0, 1.0  # every other key is orthogonal to all queries
+    for function in (indexer_kl, attention_kl):
+        leaf = index_q.clone().requires_grad_()
+        options = {"student_activation": "relu"} if function is attention_kl else {}
+        student_k = index_k if function is attention_kl else index_k[:, 0]
+        function(q, k, leaf, student_k, **options, reduction=reduction, backend=backend).sum().backward()
+        assert leaf.grad[..., 0].any()
+        assert not leaf.grad[..., 1].any()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

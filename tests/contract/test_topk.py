@@ -162,6 +162,23 @@ def test_in_a_packed_batch_indices_count_within_their_sequence(backend) -> None:
         torch.testing.assert_close(packed[:, first:last], alone[0])
 
 
+def test_a_key_past_the_end_of_its_sequence_is_not_seen(backend) -> None:
+    """Though the batch has it: it is the next sequence's."""
+    past = torch.tensor([[3, 4, 7], [0, 5, 6], [1, 2, 4], [4, 0, 1], [2, 3, 5], [6, 1, 3], [0, 2, 5]])
+    lengths = torch.tensor([4, 4, 4, 4, 3, 3, 3])[:, None]
+    cu = torch.tensor([0, 4, 7])
+    q, k = (torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    rows = [
+        attention_kl(
+            q[:7], k, q[:7] + 1, k * 2, cu_seqlens_q=cu, cu_seqlens_k=cu, topk_indices=topk, reduction="none",
+            backend=backend,
+        )
+        for topk in (past, torch.where(past < lengths, past, -1))
+    ]  # fmt: skip
+    assert rows[0].any()
+    assert torch.equal(*rows)
+
+
 @pytest.mark.parametrize("groups", [None, 1, 2, 6])
 def test_lse_over_the_named_keys_equals_the_reference(groups, backend) -> None:
     n = 8 if backend == "triton" else 30

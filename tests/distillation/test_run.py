@@ -153,6 +153,7 @@ def test_the_last_step_is_measured_whatever_its_number(tiny: Any, llama: Path, p
     lines = curves(tmp_path / "run")
     assert [line["step"] for line in lines] == [1, 3, 5]
     assert "recall" in lines[-1]
+    assert lines[-1]["mass"] != lines[-2]["mass"], "that of the step before, told again"
 
 
 def test_a_model_that_was_saved_sparse_is_a_dense_teacher(tiny: Any, llama: Path, prose: Path, tmp_path: Path) -> None:

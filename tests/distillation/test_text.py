@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from streamkl.distillation import needles
+from streamkl.distillation import needles, packing
 from streamkl.distillation.packing import packed
 from streamkl.distillation.run import distill
 from streamkl.distillation.samples import Samples
@@ -33,6 +33,16 @@ def test_documents_are_packed_one_after_another_with_an_end_between_them(tokeniz
     lines.write_text(json.dumps({"text": "abcdef"}) + "\n\n" + json.dumps({"text": "ghijklmno"}) + "\n")
     sequences = pack(tokenizer, lines)
     assert [tokenizer.decode(ids) for ids in sequences] == ["abcdef<end>g", "hijklmno"]
+
+
+def test_parts_of_one_document_have_no_end_between_them(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long document is read in parts; those of the next one come after an end."""
+    monkeypatch.setattr(packing, "PART", 3)
+    for name, text in (("a.txt", "abcdefg"), ("b.txt", "hijklmno")):
+        (tmp_path / name).write_text(text)
+    assert [tokenizer.decode(ids) for ids in pack(tokenizer, tmp_path)] == ["abcdefg<end>", "hijklmno"]
 
 
 def test_a_dataset_is_text_like_any_other(tokenizer: Any, tmp_path: Path) -> None:

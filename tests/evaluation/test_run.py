@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from streamkl.cli import app
 from streamkl.cli.evaluate import _name
 from streamkl.evaluation.layers import look
-from streamkl.evaluation.methods import DENSE, Method
+from streamkl.evaluation.methods import DENSE, Method, grid
 from streamkl.evaluation.records import Record, Records, read
 from streamkl.evaluation.subject import Answer, Subject
 from streamkl.evaluation.summary import figures, gaps
@@ -169,6 +169,10 @@ def test_layers_of_the_oracle_have_full_recall_and_no_method_covers_more(model_f
     for method in methods[1:]:
         assert all(found[method].mass[layer] <= best.mass[layer] + 1e-5 for layer in (0, 1)), method
         assert all(found[method].recall[layer] < 1 for layer in (0, 1)), method
+
+
+def test_a_budget_of_all_keys_is_left_out() -> None:
+    assert grid(["oracle"], [64, 128, 256], [1], length=128) == [DENSE, Method("oracle", 64, 1)]
 
 
 def test_figures_and_gaps_are_paired(tmp_path: Path) -> None:

@@ -13,11 +13,21 @@ def test_wilson_gives_published_intervals() -> None:
         assert wilson(right, count)[1:] == pytest.approx((low, high), abs=5e-5)
 
 
-def test_paired_differences_give_a_published_interval() -> None:
-    # Newcombe, Statistics in Medicine 17 (1998), 2635-2650, table III, method 10: 36 both, 12 and 2 one alone, 0 none.
-    pairs = [(True, True)] * 36 + [(True, False)] * 12 + [(False, True)] * 2
+@pytest.mark.parametrize(
+    ("counts", "published"),
+    [
+        # Newcombe, Statistics in Medicine 17 (1998), 2635-2650, table III, method 10: 36 both, 12 and 2 alone, 0 none.
+        ((36, 12, 2, 0), (0.2, 0.0569, 0.3404)),
+        # Fagerland, Lydersen and Laake, Statistical Analysis of Contingency Tables (2017), chapter 8, Cavo et al.'s
+        # data: the pairs agree, so that the continuity correction counts.
+        ((59, 6, 16, 80), (-0.0621, -0.1186, -0.0046)),
+    ],
+)
+def test_paired_differences_give_published_intervals(counts: tuple[int, ...], published: tuple[float, ...]) -> None:
+    kinds = ((True, True), (True, False), (False, True), (False, False))
+    pairs = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
     found = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
-    assert found == pytest.approx((0.2, 0.0569, 0.3404), abs=5e-5)
+    assert found == pytest.approx(published, abs=5e-5)
 
 
 def test_intervals_of_paired_differences_hold_them_as_often_as_they_say() -> None:

@@ -107,12 +107,14 @@ def test_packed_sequences_are_those_sequences(kind) -> None:
     packed_q, packed_k = (x[0].transpose(0, 1) for x in (q, k))
     rows = indexer.loss(hidden[0], packed_q, packed_k, reduction="none", **packed)
     listed, scores = indexer.topk(hidden[0], 6, **packed), indexer.scores(hidden[0], **packed)
+    tensors = indexer(hidden[0], **packed)
     assert (rows.shape, listed.shape, scores.shape) == ((1, TOKENS), (TOKENS, 6), (TOKENS, TOKENS))
     for start, end in ((0, 11), (11, TOKENS)):
         part = hidden[:, start:end]
         alone = indexer.loss(part, q[:, :, start:end], k[:, :, start:end], reduction="none")
         torch.testing.assert_close(rows[:, start:end], alone[0])
         torch.testing.assert_close(scores[start:end, start:end], indexer.scores(part)[0])
+        torch.testing.assert_close(tensors.index_k[start:end], indexer(part).index_k[0])  # positions start anew
         assert torch.equal(listed[start:end], indexer.topk(part, 6)[0])
 
 
@@ -132,6 +134,14 @@ def test_positions_and_the_callers_tables_say_the_same(kind, layout) -> None:
     )
     torch.testing.assert_close(packed.index_k, expected.index_k[0])
     torch.testing.assert_close(indexer.scores(hidden), indexer.scores(hidden, positions=positions))  # distances alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_divided_by_the_learned_temperature(kind) -> None:
+    indexer, hidden = make(kind, temperature=True), torch.randn(1, TOKENS, HIDDEN)
+    before = indexer.scores(hidden)
+    indexer.log_temperature.data.fill_(torch.tensor(2.0).log())
+    torch.testing.assert_close(indexer.scores(hidden), before / 2)
 
 
 def test_weights_stay_float32_beside_bfloat16_and_all_is_float64_in_float64() -> None:

@@ -72,10 +72,20 @@ def test_dense_scores_equal_their_definition(seed, sparse_case) -> None:
     torch.testing.assert_close(case.rows(scores), case.scores(), msg=str(case))
 
 
-def test_a_score_that_is_not_a_number_is_never_selected() -> None:
+@pytest.mark.sparse
+def test_a_score_that_is_not_a_number_is_never_selected(backend) -> None:
     index_q, index_k = torch.ones(1, 1, 3, 2), torch.ones(1, 3, 2)
     index_k[0, 1] = torch.nan
-    assert index_topk(index_q, index_k, topk=3)[0].tolist() == [[0, -1, -1], [0, -1, -1], [0, 2, -1]]
+    found = index_topk(index_q, index_k, topk=3, backend=backend)
+    assert found[0].tolist() == [[0, -1, -1], [0, -1, -1], [0, 2, -1]]
+
+
+@pytest.mark.sparse
+def test_an_infinite_score_does_not_come_before_the_keys_on_the_diagonal(backend) -> None:
+    index_q, index_k = torch.ones(1, 1, 6, 1), torch.ones(1, 6, 1)
+    index_k[0, 0] = torch.inf
+    found = index_topk(index_q, index_k, topk=3, block=2, backend=backend)
+    assert found[0].tolist() == [[0, 1, -1], [2, 3, 0], [4, 5, 0]]
 
 
 def test_a_query_of_high_scores_does_not_crowd_out_another_where_they_are_normalised() -> None:

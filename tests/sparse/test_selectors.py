@@ -79,9 +79,20 @@ def test_random_keys_are_drawn_once_and_alike() -> None:
     one, other = (RandomSelector(12, 5).select(AttentionCall(q, k)) for _ in range(2))
     assert torch.equal(one, other)
     assert not torch.equal(one, RandomSelector(12, 5, seed=1).select(AttentionCall(q, k)))
-    for row in one[0].tolist():
+    for n, row in enumerate(one[0].tolist()):
         keys = [key for key in row if key >= 0]
-        assert len(set(keys)) == len(keys)
+        assert len(set(keys)) == len(keys) == min(12, 5 * (n + 1))
+        assert max(keys) < 5 * (n + 1), "a key that no query of the block sees"
+
+
+def test_a_window_lists_its_sinks_and_the_nearest_keys_that_its_queries_see() -> None:
+    """The block's own keys, sinks, those before it, the nearest first, and those after it."""
+    q = k = torch.zeros(1, 1, 8, 4)
+    selector = WindowSelector(topk=8, block=2, sinks=2)
+    everything = selector.select(AttentionCall(q, k))[0].tolist()
+    assert everything[2:] == [[4, 5, 0, 1, 3, 2, -1, -1], [6, 7, 0, 1, 5, 4, 3, 2]]
+    near = selector.select(AttentionCall(q, k, causal=False, window=(3, 1)))[0].tolist()
+    assert near[1:] == [[2, 3, 0, 1, 4, -1, -1, -1], [4, 5, 1, 3, 2, 6, -1, -1], [6, 7, 5, 4, 3, -1, -1, -1]]
 
 
 def test_wrong_arguments_are_refused() -> None:
