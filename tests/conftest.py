@@ -9,7 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one thread each, in the processes they start too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from streamkl.engines import tiled
 from streamkl.engines.triton import architecture
@@ -73,12 +76,6 @@ def _is_left_out(item: pytest.Item) -> bool:
         return False
     every = next(n for mark, n in INTERPRETED_EVERY.items() if not mark or item.get_closest_marker(mark))
     return drawn["fuzz_seed"] % every != 0
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread_a_worker() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
 
 
 @pytest.fixture
