@@ -9,7 +9,7 @@ BOOKS=${BOOKS:-$OUTPUT/books}     # has a folder `train`, and a folder `test` of
 MODEL=${MODEL:-}                  # SmolLM2-135M if empty
 
 LENGTHS=${LENGTHS:-2048}          # of contexts, in tokens; several with spaces between them, here and below
-BLOCKS=${BLOCKS:-1 64}            # queries that share a list
+QUERY_BLOCKS=${QUERY_BLOCKS:-1 64}            # queries that share a list
 ORACLE_BUDGETS=${ORACLE_BUDGETS:-64 128 256 512}
 ORACLE_CONTEXTS=${ORACLE_CONTEXTS:-4}
 ORACLE_SEGMENTS=${ORACLE_SEGMENTS:-2}
@@ -56,7 +56,7 @@ done
 # shellcheck disable=SC2086
 {
     echo "== how sparse can it be"
-    streamkl oracle "$MODEL" --text "$BOOKS/test" --lengths $LENGTHS --budgets $ORACLE_BUDGETS --blocks $BLOCKS \
+    streamkl oracle "$MODEL" --text "$BOOKS/test" --lengths $LENGTHS --budgets $ORACLE_BUDGETS --query-blocks $QUERY_BLOCKS \
         --selectors oracle window --contexts "$ORACLE_CONTEXTS" --segments "$ORACLE_SEGMENTS" \
         --layer-segments "$LAYER_SEGMENTS" --output "$OUTPUT/oracle"
 
@@ -71,6 +71,6 @@ done
 
     echo "== what they cost and gain"
     streamkl evaluate "$MODEL" --indexers "$OUTPUT/run/indexers" --text "$BOOKS/test" --lengths $LENGTHS \
-        --budgets $BUDGETS --blocks $BLOCKS --contexts "$CONTEXTS" --segments "$SEGMENTS" \
+        --budgets $BUDGETS --query-blocks $QUERY_BLOCKS --contexts "$CONTEXTS" --segments "$SEGMENTS" \
         --layer-segments "$LAYER_SEGMENTS" --output "$OUTPUT/report"
 }

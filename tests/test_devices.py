@@ -82,18 +82,18 @@ def test_losses_do_not_depend_on_the_default_device(backend: str, kind: str, lis
 def test_selections_do_not_depend_on_the_default_device(backend: str, layout) -> None:
     given, mask = layout
     q, k, index = given(Q), given(K), tuple(map(given, INDEX))
-    for block in (1, 4):
-        options = {**mask, "topk": 3, "block": block, "backend": backend}
+    for query_block in (1, 4):
+        options = {**mask, "topk": 3, "query_block": query_block, "backend": backend}
         under_meta(oracle_topk, q, k, **options)
         under_meta(index_topk, *index, normalise=True, **options)
 
 
 def test_sparse_attention_does_not_depend_on_the_default_device(backend: str, layout) -> None:
     given, mask = layout
-    for block in (1, 4):
-        indices = oracle_topk(given(Q), given(K), topk=3, block=block, **mask)
+    for query_block in (1, 4):
+        indices = oracle_topk(given(Q), given(K), topk=3, query_block=query_block, **mask)
         for engine in {backend, "reference"}:
-            options = {**mask, "block": block, "backend": engine}
+            options = {**mask, "query_block": query_block, "backend": engine}
             under_meta(sparse_attention, given(Q), given(K), given(V), indices, **options)
 
 
@@ -101,8 +101,8 @@ def test_sparse_attention_does_not_depend_on_the_default_device(backend: str, la
 def test_selectors_do_not_depend_on_the_default_device(selector, layout) -> None:
     given, mask = layout
     call = AttentionCall(given(Q), given(K), **mask, index=IndexTensors(*map(given, INDEX)))
-    for block in (1, 4):
-        under_meta(selector(topk=3, block=block).select, call)
+    for query_block in (1, 4):
+        under_meta(selector(topk=3, query_block=query_block).select, call)
 
 
 def test_diagnostics_do_not_depend_on_the_default_device(layout) -> None:

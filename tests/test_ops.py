@@ -41,7 +41,7 @@ def op_arguments() -> dict[str, tuple]:
     b_w = leaf(1, 9, 2).detach().mT.requires_grad_()
     topk = torch.stack([torch.randperm(13, generator=rng)[:5] for _ in range(9)])[None, None]
     options = ops.Options(None, 0.5, False, True, False, 5, 0, False, "tiled")
-    indexer = options._replace(b_summed=True)
+    indexer = options._replace(b_head_summed=True)
     packed = (torch.tensor([0, 4, 9]), torch.tensor([0, 6, 13]))
     arguments = {}
     for kind, keys in (
@@ -56,7 +56,7 @@ def op_arguments() -> dict[str, tuple]:
         norm_a = torch.ops.streamkl.logsumexp(*teacher, None, *keys, None, False, False, *lse)
         norm_b = torch.ops.streamkl.logsumexp(*student, None, *keys, 0.5, True, False, *lse)
         norm_i = torch.ops.streamkl.logsumexp(*student, b_w.detach(), *keys, 0.5, True, True, *lse)
-        _, mean, *norm = (x.detach() for x in torch.ops.streamkl.paired_rows(*heads, *options))
+        _, mean, *stats = (x.detach() for x in torch.ops.streamkl.paired_rows(*heads, *options))
         arguments |= {
             f"logsumexp-{kind}": (*teacher, None, *keys, None, False, False, *lse),
             f"logsumexp-{kind}_index": (*student, b_w.detach(), *keys, 0.5, True, True, *lse),
@@ -70,7 +70,7 @@ def op_arguments() -> dict[str, tuple]:
                 *indexer, False, True,
             ),
             f"rows_backward-{kind}": (
-                torch.rand(1, 4, 9), mean, *norm, *(x if x is None else x.detach() for x in heads), *options,
+                torch.rand(1, 4, 9), mean, *stats, *(x if x is None else x.detach() for x in heads), *options,
                 True, False,
             ),
         }  # fmt: skip

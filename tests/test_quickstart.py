@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPT, PAGE = ROOT / "examples" / "quickstart.sh", ROOT / "docs" / "quickstart-sparse.md"
 SMALL = {
-    "LENGTHS": "160", "BLOCKS": "1 32", "ORACLE_BUDGETS": "48", "ORACLE_CONTEXTS": "1", "ORACLE_SEGMENTS": "0",
+    "LENGTHS": "160", "QUERY_BLOCKS": "1 32", "ORACLE_BUDGETS": "48", "ORACLE_CONTEXTS": "1", "ORACLE_SEGMENTS": "0",
     "BUDGETS": "48", "CONTEXTS": "1", "SEGMENTS": "1", "LAYER_SEGMENTS": "1", "LENGTH": "160", "STEPS": "2",
 }  # fmt: skip
 
@@ -54,7 +54,10 @@ def test_the_quickstart_reports_on_trained_indexers_and_does_nothing_twice(
             assert f"({picture}.png)" in page
     assert (output / "run" / "curves.png").stat().st_size > 10_000
     report = json.loads((output / "report" / "report.json").read_text())
-    methods = {"dense", *(f"{name} k48 b{block}" for name in ("run/indexers", "oracle", "window") for block in (1, 32))}
+    methods = {
+        "dense",
+        *(f"{name} k48 b{query_block}" for name in ("run/indexers", "oracle", "window") for query_block in (1, 32)),
+    }
     for task in ("needle", "perplexity"):
         assert {f["method"] for f in report["figures"] if f["task"] == task} == methods, task
     assert {gap["kind"] for gap in report["gaps"]} == {"oracle", "indexer", "realization"}

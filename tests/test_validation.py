@@ -175,7 +175,7 @@ BAD_TOPK = {
     "elsewhere": (lambda: tensors(topk_indices=named(2, 10, 3).to("meta")), "topk_indices must be on the device"),
     "beyond the keys": (lambda: tensors(topk_indices=named(2, 10, 3) + 13), "from 0 to 11, or -1 for none: got 12"),
     "below -1": (lambda: tensors(topk_indices=named(2, 10, 3) - 1), "or -1 for none: got -2"),
-    "twice": (lambda: tensors(topk_indices=named(2, 10, 3) + 5), "must not name a key twice in a row: got 4"),
+    "twice": (lambda: tensors(topk_indices=named(2, 10, 3) + 5), "must not have a key twice in a row: got 4"),
 }
 
 
@@ -199,7 +199,7 @@ def test_bad_lists_of_keys_are_refused_before_any_engine(name: str, wanted: bool
 
 
 def test_a_list_of_the_lse_must_serve_as_many_heads_as_another(no_engine: None) -> None:
-    with pytest.raises(ValueError, match="q heads must be a multiple of the lists: got 6 and 4"):
+    with pytest.raises(ValueError, match="q heads must be a multiple of topk_indices heads: got 6 and 4"):
         attention_lse(z(2, 6, 10, 8), z(2, 3, 10, 8), topk_indices=named(2, 4, 10, 3))
 
 

@@ -1,4 +1,8 @@
-"""The public functions: signature, documentation, and the way to the operators."""
+"""The public functions: signature, documentation, and the path to the operators.
+
+Tensors are dense, ``[B, heads, N, D]``, or packed (varlen), ``[tokens, heads, D]`` with ``cu_seqlens_q`` and
+``cu_seqlens_k``.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +40,10 @@ def attention_kl(
     """KL divergence between two attention distributions, without either of their matrices.
 
     For every query it compares the student's attention over the keys with the teacher's. With as many student as
-    teacher heads they are compared head by head; with fewer, each student head is compared with the mean of its
-    ``H/R`` consecutive teacher heads (``R = 1``: the mean of all). It is what this computes (without a mask), and the
-    two ``[B, heads, Nq, Nk]`` tensors here are never allocated, nor is anything else that grows with ``Nq * Nk``::
+    teacher heads they are compared head by head; with fewer, each student head is compared with the mean of its head
+    group, ``H/R`` consecutive teacher heads (``R = 1``: the mean of all). It is the same as this code (without a
+    mask), but neither the two ``[B, heads, Nq, Nk]`` tensors nor anything else that grows with ``Nq * Nk`` is ever
+    allocated::
 
         teacher_k = teacher_k.repeat_interleave(H // Hkv, dim=1)
         student_k = student_k.repeat_interleave(R // Rkv, dim=1)
@@ -48,7 +53,7 @@ def attention_kl(
 
     Differentiable once, in the student, and in the teacher where ``R == H``: detach a teacher that is frozen. Where
     only the student wants gradients, ``teacher_lse`` is given (or ``R < H``) and the reduction is ``mean`` or ``sum``,
-    the forward computes loss and gradients in one sweep over the teacher, and the backward only scales them.
+    the forward computes loss and gradients in one pass over the teacher, and the backward only scales them.
 
     Args:
         teacher_q: ``[B, H, Nq, Dt]``, or packed ``[Tq, H, Dt]``. Any strides; float64, float32, bfloat16 or float16.
@@ -65,16 +70,16 @@ def attention_kl(
         cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys. Queries see the keys of their own sequence.
         topk_indices: ``[B, Nq, K]`` or ``[B, R, Nq, K]``, packed ``[Tq, K]`` or ``[R, Tq, K]``, int32 or int64: the
-            keys that each query sees, and no others: both softmaxes run over them. -1 names none, no key is named
-            twice, and keys that the mask hides are not seen either. In a packed batch they count from the first key of
-            the query's own sequence. Work is linear in ``Nq * K``. On GPUs ``deterministic=True`` is refused with it.
+            selected keys of each query. It sees no others: both softmaxes run over them. Padded with -1, no key twice;
+            a selected key that the mask hides stays hidden. In a packed batch they count from the first key of the
+            query's own sequence. Work is linear in ``Nq * K``. On GPUs ``deterministic=True`` is refused with it.
         teacher_scale: Multiplies the teacher's products; ``1/sqrt(Dt)`` if not given.
         student_scale: Multiplies the student's products; ``1/sqrt(Ds)`` if not given.
         student_activation: ``"relu"`` applies a relu to the student's scaled products.
         teacher_lse: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the natural log-sum-exp of the teacher's
-            scaled logits over exactly the keys allowed here, as fused attention returns it. Saves a sweep over the
+            scaled logits over exactly the keys allowed here, as fused attention returns it. Saves a pass over the
             teacher where gradients are wanted or ``R < H``. A constant. One that does not normalise the teacher is
-            refused; on GPUs that is looked at only under ``STREAMKL_CHECK=1``, since it synchronises.
+            refused; on GPUs this is checked only under ``STREAMKL_CHECK=1``, since it synchronises.
         row_weight: ``[B, Nq]`` or ``[B, R, Nq]``, packed ``[Tq]`` or ``[R, Tq]``: not negative, a constant.
         divergence: ``"forward"`` is KL(teacher || student), ``"reverse"`` KL(student || teacher), the latter for
             ``R == H``.
@@ -153,13 +158,12 @@ def indexer_kl(
     deterministic: bool | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """KL divergence from the mean of all teacher heads to an indexer: what trains sparse attention to choose its keys.
+    """KL divergence from the mean of all teacher heads to an indexer: the loss that trains key selection.
 
     The indexer of DeepSeek-V3.2 scores a key with ``J`` small query heads over one shared key, each through a relu,
-    and adds the scores up with weights that the query chose. For every query its softmax is compared with the mean
-    over the teacher's heads of their attention. It is what this computes (without a mask), and neither the teacher's
-    ``[B, H, Nq, Nk]`` nor the indexer's ``[B, J, Nq, Nk]`` is ever allocated, nor is anything else that grows with
-    ``Nq * Nk``::
+    and sums the scores with per-query weights. For every query its softmax is compared with the head mean of the
+    teacher's attention. It is the same as this code (without a mask), but neither the teacher's ``[B, H, Nq, Nk]``,
+    nor the indexer's ``[B, J, Nq, Nk]``, nor anything else that grows with ``Nq * Nk`` is ever allocated::
 
         teacher_k = teacher_k.repeat_interleave(H // Hkv, dim=1)
         p = (teacher_q @ teacher_k.mT * teacher_scale).softmax(-1).mean(1)
@@ -168,9 +172,9 @@ def indexer_kl(
         loss = (p * (p.log() - q.log())).sum(-1).mean()
 
     No logarithm is clipped and no epsilon added. Differentiable once, in ``index_q``, ``index_k`` and ``index_w``; the
-    teacher is a constant, whether it asks for gradients or not. With a ``mean`` or a ``sum`` the forward computes loss
-    and gradients, in one sweep over the teacher, which is where the time goes, if ``teacher_lse`` is given, and in two
-    if it is not; the backward only scales them.
+    teacher is a constant, whether it asks for gradients or not. With ``mean`` or ``sum`` the forward computes loss and
+    gradients, and the backward only scales them. The forward takes one pass over the teacher, which is where the time
+    goes, if ``teacher_lse`` is given, and two if it is not.
 
     Args:
         teacher_q: ``[B, H, Nq, Dt]``, or packed ``[Tq, H, Dt]``. Any strides; float64, float32, bfloat16 or float16.
@@ -183,15 +187,15 @@ def indexer_kl(
             dtype may differ from that of ``index_q``, as float32 beside bfloat16.
         activation: ``"relu"`` on the scaled products of each index head, or ``None``.
         index_scale: Multiplies the indexer's products, before the relu; ``1/sqrt(Di)`` if not given.
-        topk_indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: the keys that each query sees, and no others:
-            both softmaxes run over them. -1 names none, no key is named twice, and keys that the mask hides are not
-            seen either. In a packed batch they count from the first key of the query's own sequence. Work is linear in
-            ``Nq * K``. On GPUs ``deterministic=True`` is refused with it.
+        topk_indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: the selected keys of each query. It sees no
+            others: both softmaxes run over them. Padded with -1, no key twice; a selected key that the mask hides
+            stays hidden. In a packed batch they count from the first key of the query's own sequence. Work is linear
+            in ``Nq * K``. On GPUs ``deterministic=True`` is refused with it.
         teacher_scale: Multiplies the teacher's products; ``1/sqrt(Dt)`` if not given.
         teacher_lse: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the natural log-sum-exp of the teacher's
             scaled logits over exactly the keys allowed here, top-k included, as fused attention returns it and
-            `attention_lse` computes it. A constant. One that does not normalise the teacher is refused; on GPUs that
-            is looked at only under ``STREAMKL_CHECK=1``, since it synchronises.
+            `attention_lse` computes it. A constant. One that does not normalise the teacher is refused; on GPUs this
+            is checked only under ``STREAMKL_CHECK=1``, since it synchronises.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``: aligned bottom-right, so that the last query sees all.
         window: ``(left, right)``: query ``i`` sees ``left`` keys before and ``right`` keys after its own, key
             ``i + Nk - Nq``; a negative side is unbounded. Intersects with ``causal``.
@@ -270,7 +274,7 @@ def attention_lse(
     """Log-sum-exp of attention logits, streaming: what `attention_kl` takes as ``teacher_lse``.
 
     It is ``torch.logsumexp(q @ k.mT * scale, -1)`` over the allowed keys, without the matrix. Compute it once where
-    several losses share a teacher, or take the one that fused attention already returns.
+    several losses have the same teacher, or take the one that fused attention already returns.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``. Any strides; float64, float32, bfloat16 or float16.
@@ -280,8 +284,8 @@ def attention_lse(
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
         cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
-        topk_indices: ``[B, Nq, K]``, or ``[B, lists, Nq, K]`` with a list for each of so many groups of consecutive
-            heads, packed ``[Tq, K]`` or ``[lists, Tq, K]``: as in `attention_kl`.
+        topk_indices: As in `attention_kl`: ``[B, Nq, K]``, or ``[B, topk_heads, Nq, K]`` with a selection per run of
+            ``H / topk_heads`` consecutive heads, packed ``[Tq, K]`` or ``[topk_heads, Tq, K]``.
         backend: ``"auto"``, or the name of an engine, which is then used or raises.
 
     Returns:

@@ -1,4 +1,4 @@
-"""FLOP formulas for ``torch.utils.flop_counter``: products over the allowed pairs, two FLOPs a multiply-add.
+"""FLOP formulas for ``torch.utils.flop_counter``: products over the allowed pairs, two FLOPs per multiply-add.
 
 ``import streamkl.flops`` registers them; do so before a ``FlopCounterMode`` is made. It is not part of ``import
 streamkl``, because the counter loads triton.
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from streamkl.ops import NORM, OPTIONS, TENSORS, Options, Tensors, divided
+from streamkl.ops import OPTIONS, STATS, TENSORS, Options, Tensors, divided
 from streamkl.problem import Sequence, Support
 
 
 def allowed_pairs(support: Support) -> int:
     """How many pairs of a row and a key one head has, over the whole batch.
 
-    Where rows name their keys, every row that sees any has as many as its list is long, pads among them.
+    Where keys are selected, every live row has ``K`` pairs, padding included.
     """
     if support.topk is not None:
         rows = (last - first for first, last in map(support.live_rows, support.sequences()))
@@ -56,12 +56,12 @@ def _train(*args: Any) -> int:
 
 
 def _rows_backward(*args: Any) -> int:
-    _, tensors, options, wanted = divided(args, 2 + NORM, TENSORS, OPTIONS)
+    _, tensors, options, wanted = divided(args, 2 + STATS, TENSORS, OPTIONS)
     return _products(tensors, options, *(3 if want else 1 for want in wanted))
 
 
 def _products(given: tuple[Any, ...], numbers: tuple[Any, ...], of_a: int, of_b: int) -> int:
-    """FLOPs of ``of_a`` products a tile on side ``a`` and ``of_b`` on side ``b``."""
+    """FLOPs of ``of_a`` products per tile on side ``a`` and ``of_b`` on side ``b``."""
     a_q, _, b_q, b_k, _, topk, cu_seqlens_q, cu_seqlens_k = Tensors(*given)
     options = Options(*numbers)
     pairs = allowed_pairs(Support.of(b_q, b_k, options.left, options.right, cu_seqlens_q, cu_seqlens_k, topk))

@@ -1,6 +1,6 @@
-"""How a loss is composed of the operators: which side is which, which way through them, weights and reduction.
+"""How a loss is composed of the operators: which side is which, which path to take, weights and reduction.
 
-What is computed here is on row vectors alone, in plain PyTorch, so that autograd, ``torch.compile`` and DTensor see it.
+Everything computed here is plain PyTorch on row vectors, so that autograd, ``torch.compile`` and DTensor see it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def attention_kl(
 ) -> Tensor:
     """The loss of ``api.attention_kl`` or ``api.indexer_kl``; row losses come back ``[B, R, Nq]``.
 
-    An indexer always goes the way of a mixture, though its teacher may have one head.
+    An indexer always takes the path of a mixture, even if its teacher has one head.
     """
     _load_sharding_rules()
     keys = arguments.keys
     lse = given = None if arguments.teacher_lse is None else arguments.teacher_lse.detach()
     relu = student_activation == "relu"
-    numbers = (arguments.summed, keys.left, keys.right, arguments.deterministic, backend)
+    numbers = (arguments.head_summed, keys.left, keys.right, arguments.deterministic, backend)
     if divergence == "forward":
         a_q, a_k, b_q, b_k = arguments.teacher_q, arguments.teacher_k, arguments.student_q, arguments.student_k
         options = Options(teacher_scale, student_scale, False, relu, *numbers)
@@ -47,28 +47,28 @@ def attention_kl(
     if row_weight is not None:
         row_weight = torch.ops.streamkl.checked_weight(row_weight, dtype)
 
-    mixture = arguments.summed or a_q.shape[1] != b_q.shape[1]
+    mixture = arguments.head_summed or a_q.shape[1] != b_q.shape[1]
     want_a, want_b = (
         torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in side)
         for side in ((a_q, a_k), (b_q, b_k, b_w))
     )
     if want_b and not want_a and reduction != "none" and (mixture or lse is not None):
-        # The weight of every row is known before the sweep: loss and gradients come out of it together.
-        m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
-        m_b, ln_l_b = _normalisers("b", tensors, options, dtype, checked=lse is None)
+        # The weight of every row is known before the pass: it computes loss and gradients together.
+        m_a, ln_l_a = _teacher_row_stats(lse, tensors, options, dtype)
+        m_b, ln_l_b = _row_stats("b", tensors, options, dtype, checked=lse is None)
         weight = _counted(m_b, row_weight)
-        if lse is not None:  # the sums are checked with the sweep that makes them
+        if lse is not None:  # the sums are checked with the pass that makes them
             weight = torch.ops.streamkl.checked_mass(weight, torch.ones_like(weight), lse)
         if reduction == "mean":
             weight = weight / _nonzero(weight.sum())
         return torch.ops.streamkl.train(*tensors, m_a, ln_l_a, m_b, ln_l_b, weight, *options)[0]
     if mixture:
-        m_a, ln_l_a = _teacher_normalisers(lse, tensors, options, dtype)
+        m_a, ln_l_a = _teacher_row_stats(lse, tensors, options, dtype)
         kl, m_b, _, mass = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, lse is None, *options)
     else:
         kl, _, m_a, ln_l_a, m_b, ln_l_b = torch.ops.streamkl.paired_rows(*tensors, *options)
         m, ln_l = (m_a, ln_l_a) if divergence == "forward" else (m_b, ln_l_b)
-        # Computed though it may be given: by how much do the two differ?
+        # Computed even if it is given: the mass says by how much the two differ.
         mass = m if given is None else torch.exp((m.detach() - given) + ln_l.detach())
     weight = _counted(m_b.detach(), row_weight)
     if given is not None:
@@ -101,37 +101,42 @@ def _load_sharding_rules() -> None:
 _load_sharding_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile runs it, untraced
 
 
-def _normalisers(
+def _row_stats(
     side: str, tensors: Tensors, options: Options, dtype: torch.dtype, checked: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``(m, ln l)`` of a side by a sweep over it; ``checked`` if the keys that rows name need no check any more."""
+    """``(m, ln l)`` of a side, by a pass over it; ``checked`` if ``topk`` needs no further check."""
     if side == "a":
         q, k, w, numbers = tensors.a_q, tensors.a_k, None, (options.a_scale, options.a_relu, False)
     else:
-        q, k, w, numbers = tensors.b_q, tensors.b_k, tensors.b_w, (options.b_scale, options.b_relu, options.b_summed)
+        q, k, w, numbers = (
+            tensors.b_q,
+            tensors.b_k,
+            tensors.b_w,
+            (options.b_scale, options.b_relu, options.b_head_summed),
+        )
     return torch.ops.streamkl.logsumexp(
         q.detach(), k.detach(), None if w is None else w.detach(), tensors.topk, tensors.cu_seqlens_q,
         tensors.cu_seqlens_k, *numbers, options.left, options.right, checked, dtype, options.backend,
     )  # fmt: skip
 
 
-def _teacher_normalisers(
+def _teacher_row_stats(
     lse: Tensor | None, tensors: Tensors, options: Options, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """``(m, ln l)`` of side ``a``, by a sweep or from the caller's log-sum-exp.
+    """``(m, ln l)`` of side ``a``, by a pass or from the caller's log-sum-exp.
 
     A float64 log-sum-exp beside float32 inputs keeps in ``ln l`` what ``m`` has no digits for.
     """
     if lse is None:
-        return _normalisers("a", tensors, options, dtype)
+        return _row_stats("a", tensors, options, dtype)
     m = lse.to(dtype)
-    m = torch.where(m == -torch.inf, torch.nan, m)  # a row that sees a key has none, and in the others nothing matters
+    m = torch.where(m == -torch.inf, torch.nan, m)  # wrong for a row that sees a key; unused in a dead row
     rest = (lse - m).to(dtype)
     return m, torch.where(rest.isfinite(), rest, 0.0)
 
 
 def _counted(m: Tensor, row_weight: Tensor | None) -> Tensor:
-    """The weight of each row, 0 where it sees no key (and so has a maximum of ``-inf``)."""
+    """The weight of each row, 0 where it sees no key (and so has a row max of ``-inf``)."""
     counted = m != -torch.inf
     return counted.to(m.dtype) if row_weight is None else torch.where(counted, row_weight, 0.0)
 

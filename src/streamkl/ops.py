@@ -1,9 +1,9 @@
 """The registered operators: schemas, bodies, fakes and gradients. ``loss.py`` composes a loss of them.
 
-An operator sees q and k as ``[B, H, N, D]`` and row vectors as ``[B, heads, Nq]``; a packed batch has ``B = 1`` and
-``cu_seqlens``. Its body builds the `Problem` and hands it to the engine; nothing is computed here but reductions.
-Side ``a`` weighs the logarithms, side ``b`` is compared with it (`Problem`); an indexer is a side ``b`` whose heads are
-summed.
+An operator sees q and k as ``[B, H, N, D]`` and row vectors as ``[B, heads, Nq]``; a packed (varlen) batch has
+``B = 1`` and ``cu_seqlens``. Its body builds the `Problem` and hands it to the engine; nothing is computed here but
+reductions. Side ``a`` is the target, side ``b`` is compared with it (`Problem`); an indexer is a head-summed side
+``b``.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from torch import Tensor
 
 from streamkl import engines, validation
 from streamkl.problem import Inputs, Problem, Side, Support, compute_dtype
-from streamkl.state import Normalisers, relative_to_first_head
+from streamkl.state import RowStats, relative_to_first_head
 
 _KEYS = "Tensor? topk, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
 _TENSORS = f"Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, {_KEYS}"
-_NORM = "Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b"
+_STATS = "Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b"
 _OPTIONS = (
-    "float? a_scale, float? b_scale, bool a_relu, bool b_relu, bool b_summed, SymInt? left, SymInt? right, "
+    "float? a_scale, float? b_scale, bool a_relu, bool b_relu, bool b_head_summed, SymInt? left, SymInt? right, "
     "bool deterministic, str backend"
 )
 SCHEMAS = {
-    "logsumexp": f"(Tensor q, Tensor k, Tensor? w, {_KEYS}, float? scale, bool relu, bool summed, "
+    "logsumexp": f"(Tensor q, Tensor k, Tensor? w, {_KEYS}, float? scale, bool relu, bool head_summed, "
     "SymInt? left, SymInt? right, bool checked, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
     "checked_weight": "(Tensor row_weight, ScalarType dtype) -> Tensor",
     "checked_mass": "(Tensor weight, Tensor mass, Tensor lse) -> Tensor",
-    "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, Tensor mean, {_NORM})",
+    "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, Tensor mean, {_STATS})",
     "mixture_rows": f"({_TENSORS}, Tensor m_a, Tensor ln_l_a, bool checked, {_OPTIONS}) "
     "-> (Tensor kl, Tensor m_b, Tensor ln_l_b, Tensor mass)",
-    "rows_backward": f"(Tensor row_grad, Tensor? mean, {_NORM}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
+    "rows_backward": f"(Tensor row_grad, Tensor? mean, {_STATS}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
     "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
-    "train": f"({_TENSORS}, {_NORM}, Tensor weight, {_OPTIONS}) "
+    "train": f"({_TENSORS}, {_STATS}, Tensor weight, {_OPTIONS}) "
     "-> (Tensor loss, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
     "scale_gradient": "(Tensor gradient, Tensor upstream, ScalarType dtype) -> Tensor",
 }
 """The operators of the namespace ``streamkl``, by name.
 
-``checked`` says that an operator before has checked the keys that rows name: the first of a loss does, and no other.
+``checked`` says that an earlier operator has checked ``topk``: the first one of a loss does, and no other.
 """
 
 
 class Tensors(NamedTuple):
-    """The tensors of a divergence, in the order of its schema; ``b_w [B, J, Nq]``, ``topk [B, lists, Nq, K]``."""
+    """The tensors of a divergence, in the order of its schema; ``b_w [B, J, Nq]``, ``topk [B, topk_heads, Nq, K]``."""
 
     a_q: Tensor
     a_k: Tensor
@@ -66,7 +66,7 @@ class Options(NamedTuple):
     b_scale: float | None
     a_relu: bool
     b_relu: bool
-    b_summed: bool
+    b_head_summed: bool
     left: int | None
     right: int | None
     deterministic: bool
@@ -74,7 +74,7 @@ class Options(NamedTuple):
 
 
 def divided(args: tuple[Any, ...], *counts: int) -> list[tuple[Any, ...]]:
-    """An operator's arguments in runs of so many; what is left comes last."""
+    """An operator's arguments split into runs of the given lengths; the rest comes last."""
     runs, start = [], 0
     for count in counts:
         runs.append(args[start : start + count])
@@ -82,12 +82,12 @@ def divided(args: tuple[Any, ...], *counts: int) -> list[tuple[Any, ...]]:
     return [*runs, args[start:]]
 
 
-TENSORS, NORM, OPTIONS = len(Tensors._fields), len(Normalisers._fields), len(Options._fields)
+TENSORS, STATS, OPTIONS = len(Tensors._fields), len(RowStats._fields), len(Options._fields)
 
 
-def _empty_rows(q: Tensor, dtype: torch.dtype, summed: bool = False) -> Tensor:
+def _empty_rows(q: Tensor, dtype: torch.dtype, head_summed: bool = False) -> Tensor:
     batch, heads, tokens = q.shape[:3]
-    return q.new_empty((batch, 1 if summed else heads, tokens), dtype=dtype)
+    return q.new_empty((batch, 1 if head_summed else heads, tokens), dtype=dtype)
 
 
 def body(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -116,7 +116,7 @@ def _problem(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[engines.
     tensors, options = Tensors(*given), Options(*numbers)
     inputs = Inputs(*tensors[:5])
     a = Side.of(inputs.a_q, inputs.a_k, options.a_scale, options.a_relu)
-    b = Side.of(inputs.b_q, inputs.b_k, options.b_scale, options.b_relu, options.b_summed)
+    b = Side.of(inputs.b_q, inputs.b_k, options.b_scale, options.b_relu, options.b_head_summed)
     support = _support(inputs.b_q, inputs.b_k, options.left, options.right, tensors[5:])
     problem = Problem(a, b, support, options.deterministic)
     return engines.choose(options.backend, inputs.b_q.device, problem).engine, problem, inputs
@@ -136,8 +136,8 @@ def _check_topk(engine: engines.Engine, support: Support, checked: bool = False)
 
 @body("logsumexp")
 def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    keys, (scale, relu, summed, left, right, checked, dtype, backend) = divided(args, 3)
-    support, side = _support(q, k, left, right, keys), Side.of(q, k, scale, relu, summed)
+    keys, (scale, relu, head_summed, left, right, checked, dtype, backend) = divided(args, 3)
+    support, side = _support(q, k, left, right, keys), Side.of(q, k, scale, relu, head_summed)
     engine = engines.choose(backend, q.device, Problem(side, side, support)).engine
     _check_topk(engine, support, checked)
     return engine.logsumexp(support, side, q, k, w, dtype)
@@ -151,7 +151,7 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @body("checked_mass")
 def _(weight: Tensor, mass: Tensor, lse: Tensor) -> Tensor:
-    none = (lse == -torch.inf).unflatten(1, (weight.shape[1], -1)).any(2)  # that of a row that sees no key
+    none = (lse == -torch.inf).unflatten(1, (weight.shape[1], -1)).any(2)  # the LSE of a dead row
     mass = torch.where(none, torch.inf, mass)
     validation.check_teacher_mass(torch.where(weight == 0, 1.0, mass), lse)
     return weight.clone()
@@ -171,46 +171,46 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     tensors, (m_a, ln_l_a, checked), options = divided(args, TENSORS, 3)
     engine, problem, inputs = _problem(tensors, options)
     _check_topk(engine, problem.support, checked)
-    kl, m_b, ln_l_b, s = engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.group))
+    kl, m_b, ln_l_b, s = engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.head_group))
     nan = _nan_unless_finite(kl)
-    return kl + nan, m_b + nan, ln_l_b, s * torch.exp(-ln_l_a[:, :: problem.group])
+    return kl + nan, m_b + nan, ln_l_b, s * torch.exp(-ln_l_a[:, :: problem.head_group])
 
 
 @body("rows_backward")
 def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    norm, tensors, options, (want_a, want_b) = divided(args, NORM, TENSORS, OPTIONS)
+    stats, tensors, options, (want_a, want_b) = divided(args, STATS, TENSORS, OPTIONS)
     engine, problem, inputs = _problem(tensors, options)
-    gradients = engine.backward(problem, inputs, Normalisers(*norm), mean, row_grad, want_a, want_b)
+    gradients = engine.backward(problem, inputs, RowStats(*stats), mean, row_grad, want_a, want_b)
     return tuple(_or_empty(grad, row_grad) for grad in gradients)
 
 
 @body("train")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    tensors, norm, (weight,), options = divided(args, TENSORS, NORM, 1)
+    tensors, stats, (weight,), options = divided(args, TENSORS, STATS, 1)
     engine, problem, inputs = _problem(tensors, options)
-    # The keys that rows name were checked when a side was normalised, which comes before.
-    loss, gradients, mass = engine.train(problem, inputs, Normalisers(*norm), weight)
-    validation.check_teacher_mass(torch.where(norm[2] == -torch.inf, 1.0, mass), norm[0])
+    # `topk` was checked by the logsumexp of a side, which comes before.
+    loss, gradients, mass = engine.train(problem, inputs, RowStats(*stats), weight)
+    validation.check_teacher_mass(torch.where(stats[2] == -torch.inf, 1.0, mass), stats[0])
     return loss + _nan_unless_finite(loss), *(_or_empty(grad, loss) for grad in gradients[2:])
 
 
 def _nan_unless_finite(kl: Tensor) -> Tensor:
-    """What makes nan of a divergence that is not finite, and of the maximum that its row's gradients are made with.
+    """0 for a finite divergence, nan for any other: added to a divergence and to the row max that gradients use.
 
-    A logit of side ``b`` that is -inf makes inf or nan of it, depending on whether a probability underflows.
+    A logit of side ``b`` that is -inf makes the divergence inf or nan, depending on whether a probability underflows.
     """
     return kl - kl
 
 
 def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient, or the tensor of no elements that stands for none: an operator returns tensors."""
+    """A gradient, or an empty tensor for ``None``: an operator can only return tensors."""
     return like.new_empty(0) if gradient is None else gradient
 
 
 @body("scale_gradient")
 def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
-    # By pieces: a product in float32 of the whole gradient would be a temporary as large as the gradient.
+    # In pieces: the float32 product of the whole gradient would be a temporary as large as the gradient.
     for to, piece in zip(out.view(-1).split(1 << 18), gradient.view(-1).split(1 << 18), strict=True):
         to.copy_(piece * upstream)
     return out
@@ -218,8 +218,8 @@ def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.register_fake("streamkl::logsumexp")
 def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    summed, dtype = args[5], args[-2]
-    return _empty_rows(q, dtype, summed), _empty_rows(q, dtype, summed)
+    head_summed, dtype = args[5], args[-2]
+    return _empty_rows(q, dtype, head_summed), _empty_rows(q, dtype, head_summed)
 
 
 @torch.library.register_fake("streamkl::checked_weight")
@@ -239,13 +239,13 @@ def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...
 
 @torch.library.register_fake("streamkl::mixture_rows")
 def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    summed = Options(*args[-OPTIONS:]).b_summed
-    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype), summed) for _ in range(4))
+    head_summed = Options(*args[-OPTIONS:]).b_head_summed
+    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype), head_summed) for _ in range(4))
 
 
 @torch.library.register_fake("streamkl::rows_backward")
 def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    _, inputs, _, (want_a, want_b) = divided(args, NORM, 5, TENSORS - 5 + OPTIONS)
+    _, inputs, _, (want_a, want_b) = divided(args, STATS, 5, TENSORS - 5 + OPTIONS)
     wanted = (want_a, want_a, want_b, want_b, want_b)
     return tuple(
         x.new_empty(x.shape) if want and x is not None else row_grad.new_empty(0)
@@ -272,19 +272,19 @@ def _save_mixture(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     _save_rows(ctx, inputs, None, *inputs[TENSORS : TENSORS + 2], *output[1:3])
 
 
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], mean: Tensor | None, *norm: Tensor) -> None:
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], mean: Tensor | None, *stats: Tensor) -> None:
     ctx.arguments, ctx.options = len(inputs), inputs[-OPTIONS:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:TENSORS], mean, *norm)
+    ctx.save_for_backward(*inputs[:TENSORS], mean, *stats)
 
 
 def _rows_backward(ctx: Any, row_grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if row_grad is None:
         return (None,) * ctx.arguments
-    tensors, (mean,), norm = divided(ctx.saved_tensors, TENSORS, 1)
+    tensors, (mean,), stats = divided(ctx.saved_tensors, TENSORS, 1)
     needs = ctx.needs_input_grad[:5]
     want_a, want_b = any(needs[:2]), any(needs[2:])
-    gradients = torch.ops.streamkl.rows_backward(row_grad, mean, *norm, *tensors, *ctx.options, want_a, want_b)
+    gradients = torch.ops.streamkl.rows_backward(row_grad, mean, *stats, *tensors, *ctx.options, want_a, want_b)
     wanted = (grad if need else None for grad, need in zip(gradients, needs, strict=True))
     return (*wanted, *(None,) * (ctx.arguments - 5))
 
@@ -295,7 +295,7 @@ for _name, _save in (("paired_rows", _save_paired), ("mixture_rows", _save_mixtu
 
 def _save_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.arguments = len(inputs)
-    ctx.set_materialize_grads(False)  # the gradients are outputs too: no zeros as large as they
+    ctx.set_materialize_grads(False)  # the gradients are outputs too: allocate no zeros of their size
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[2:5]]
     ctx.save_for_backward(*output[1:])
 
@@ -314,7 +314,7 @@ torch.library.register_autograd("streamkl::train", _train_backward, setup_contex
 
 
 def not_differentiable(what: str) -> Callable[..., None]:
-    """The gradient of an operator that has none: it raises, and says what to do."""
+    """The backward of an operator without one: it raises, and says what to do."""
 
     def raise_error(ctx: Any, *_: object) -> None:
         raise RuntimeError(what)

@@ -1,4 +1,7 @@
-"""The description of one call that every engine reads: two sides, and which keys each row may see."""
+"""The description of one call that every engine reads: two sides, and which keys each row may see.
+
+Side ``a`` is the target of the divergence; side ``b`` is compared with it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ class Sequence(NamedTuple):
     """One run of rows and the run of keys they may see, inside one batch element.
 
     Row ``i`` (counted from ``q_start``) lies on key ``i + diagonal`` (counted from ``k_start``). A dense batch
-    element, a packed sequence, a chunk of a prefill and a context-parallel shard differ in these numbers alone.
+    element, a packed (varlen) sequence, a chunk of a prefill and a context-parallel shard differ only in these numbers.
     """
 
     batch: int
@@ -29,9 +32,9 @@ class Sequence(NamedTuple):
 class Tile(NamedTuple):
     """A block of rows against a block of keys, as slices of the N axes; ``masked`` if not all of it is allowed.
 
-    ``offset`` is the key on the diagonal of the tile's first row, counted from the tile's first key. Where rows name
-    their keys (`Support.topk`), ``keys`` is a slice of the columns of list ``listed``, ``run`` the sequence's keys, and
-    ``offset`` is counted from the first of them; `Support.listed_keys` reads the keys.
+    ``offset`` is the key on the diagonal of the tile's first row, counted from the tile's first key. Where keys are
+    selected (`Support.topk`), ``keys`` is a slice of the columns of top-k head ``topk_head``, ``run`` the sequence's
+    keys, and ``offset`` is counted from the first of them; `Support.selected_keys` reads the keys.
     """
 
     batch: int
@@ -39,15 +42,15 @@ class Tile(NamedTuple):
     keys: slice
     offset: int
     masked: bool
-    listed: int = 0
+    topk_head: int = 0
     run: slice = slice(0)
 
 
 class Inputs(NamedTuple):
     """The tensors of one divergence: ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]`` of both sides, any strides.
 
-    Where side ``b`` is a weighted sum of heads (`Side.summed`), ``b_w [B, J, Nq]`` holds the weights, in any dtype;
-    ``None`` stands for weights of 1.
+    Where side ``b`` is head-summed (`Side.head_summed`), ``b_w [B, J, Nq]`` holds the weights of its heads, in any
+    dtype; ``None`` stands for weights of 1.
     """
 
     a_q: Tensor
@@ -58,7 +61,7 @@ class Inputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """One gradient an input, ``None`` where it was not asked for."""
+    """One gradient per input, ``None`` where it was not asked for."""
 
     a_q: Tensor | None
     a_k: Tensor | None
@@ -72,8 +75,8 @@ class Side:
     """One of the two distributions: ``heads`` query heads over ``kv_heads`` key heads of width ``dim``, in ``dtype``.
 
     Its logits are ``scale * <q, k>``, through a relu where ``relu`` is set. Each head is a distribution of its own,
-    except where ``summed`` is set: then there is one key head and one distribution, whose logits are the sum of the
-    heads' so made, each multiplied by its weight of the row. That is an indexer, and only side ``b`` can be one.
+    except where ``head_summed`` is set: then there is one key head and one distribution, whose logits are the heads'
+    logits summed with per-query weights. That is an indexer, and only side ``b`` can be one.
     """
 
     heads: int
@@ -82,18 +85,20 @@ class Side:
     dtype: torch.dtype
     scale: float
     relu: bool = False
-    summed: bool = False
+    head_summed: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, scale: float | None = None, relu: bool = False, summed: bool = False) -> Side:
+    def of(
+        cls, q: Tensor, k: Tensor, scale: float | None = None, relu: bool = False, head_summed: bool = False
+    ) -> Side:
         """Reads the side of ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``; the scale defaults to ``1/sqrt(D)``."""
         dim = q.shape[3]
-        return cls(q.shape[1], k.shape[1], dim, q.dtype, dim**-0.5 if scale is None else scale, relu, summed)
+        return cls(q.shape[1], k.shape[1], dim, q.dtype, dim**-0.5 if scale is None else scale, relu, head_summed)
 
     @property
     def distributions(self) -> int:
         """How many distributions the heads make."""
-        return 1 if self.summed else self.heads
+        return 1 if self.head_summed else self.heads
 
     def kv_head(self, head: int) -> int:
         """The key head that query head ``head`` reads."""
@@ -106,11 +111,11 @@ class Support:
 
     Row ``i`` of a sequence sees the keys from ``i + diagonal - left`` to ``i + diagonal + right``; ``None`` is
     unbounded. Causal masking is ``right = 0``; sequences are aligned bottom-right, so ``diagonal = k_len - q_len``.
-    A packed batch is one batch element, whose sequences ``cu_seqlens_q`` and ``cu_seqlens_k [sequences + 1]`` name.
+    A packed batch is one batch element; ``cu_seqlens_q`` and ``cu_seqlens_k [sequences + 1]`` delimit its sequences.
 
-    ``topk [B, lists, Nq, K]`` leaves of these keys those that a row names: counted from the first key of its sequence,
-    no key twice, negative for none. What is masked, or lies outside of the sequence, stays unseen though it is named.
-    There is one list for all heads, or one for each run of consecutive heads (`list_of`).
+    ``topk [B, topk_heads, Nq, K]`` restricts a row to its selected keys: counted from the first key of its sequence, no
+    key twice, negative for none. A selected key that is masked, or lies outside of the sequence, stays unseen. There is
+    one top-k head for all heads, or one per run of consecutive heads (`topk_head`).
     """
 
     batch: int
@@ -136,8 +141,8 @@ class Support:
         """Reads the support of ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``."""
         return cls(q.shape[0], q.shape[2], k.shape[2], left, right, cu_seqlens_q, cu_seqlens_k, topk)
 
-    def list_of(self, head: int, heads: int) -> int:
-        """The list of ``topk`` that head ``head`` of ``heads`` reads."""
+    def topk_head(self, head: int, heads: int) -> int:
+        """The head of ``topk`` that head ``head`` of ``heads`` reads."""
         return 0 if self.topk is None else head // (heads // self.topk.shape[1])
 
     def sequences(self) -> Iterator[Sequence]:
@@ -151,25 +156,25 @@ class Support:
             q_len, k_len = starts_q[n + 1] - starts_q[n], starts_k[n + 1] - starts_k[n]
             yield Sequence(0, starts_q[n], q_len, starts_k[n], k_len, k_len - q_len)
 
-    def list_count(self, block: int) -> int:
-        """How many lists of keys a batch element has where ``block`` consecutive rows of a sequence share one.
+    def query_block_count(self, query_block: int) -> int:
+        """How many query blocks a batch element has, of ``query_block`` consecutive rows of a sequence each.
 
-        Tokens past the last packed sequence have lists too, the last ones, which name no key.
+        Tokens past the last packed sequence have blocks too, the last ones, which select no key.
         """
-        if self.cu_seqlens_q is None or block == 1:
-            return -(-self.nq // block)
+        if self.cu_seqlens_q is None or query_block == 1:
+            return -(-self.nq // query_block)
         starts = [*self.cu_seqlens_q.tolist(), self.nq]
-        return sum(-(-(end - start) // block) for start, end in itertools.pairwise(starts))
+        return sum(-(-(end - start) // query_block) for start, end in itertools.pairwise(starts))
 
-    def shared_lists(self, block: int) -> Iterator[tuple[Sequence, int]]:
-        """Walks the sequences, each with the first of the lists that ``block`` of its rows share."""
+    def query_blocks(self, query_block: int) -> Iterator[tuple[Sequence, int]]:
+        """Walks the sequences, each with the number of its first query block."""
         first = 0
         for seq in self.sequences():
             yield seq, first
-            first += 0 if self.cu_seqlens_q is None else -(-seq.q_len // block)
+            first += 0 if self.cu_seqlens_q is None else -(-seq.q_len // query_block)
 
     def live_rows(self, seq: Sequence) -> tuple[int, int]:
-        """The half-open range of the sequence's rows that see at least one key, if they do not name their keys.
+        """The half-open range of the sequence's rows that see at least one key, before any selection.
 
         The last row lies on the last key, so a window hides all keys from first rows alone.
         """
@@ -177,16 +182,16 @@ class Support:
             return 0, 0
         return 0 if self.right is None else max(0, -seq.diagonal - self.right), seq.q_len
 
-    def tiles(self, seq: Sequence, block_q: int, block_k: int, listed: int = 0) -> Iterator[list[Tile]]:
+    def tiles(self, seq: Sequence, block_q: int, block_k: int, topk_head: int = 0) -> Iterator[list[Tile]]:
         """Walks the blocks of live rows; for each, the list of tiles that hold an allowed pair, and no other.
 
-        Where rows name their keys, the tiles are those of list ``listed``, all columns of it.
+        Where keys are selected, the tiles cover all columns of top-k head ``topk_head``.
         """
         first, last = self.live_rows(seq)
         for i0 in range(first, last, block_q):
             i1 = min(i0 + block_q, last)
             if self.topk is not None:
-                yield self._listed_tiles(seq, i0, i1, block_k, listed)
+                yield self._gathered_tiles(seq, i0, i1, block_k, topk_head)
             else:
                 yield self.row_tiles(seq, i0, i1, block_k)
 
@@ -205,24 +210,24 @@ class Support:
             tiles.append(Tile(seq.batch, rows, keys, i0 + seq.diagonal - j0, not full))
         return tiles
 
-    def _listed_tiles(self, seq: Sequence, i0: int, i1: int, block_k: int, listed: int) -> list[Tile]:
+    def _gathered_tiles(self, seq: Sequence, i0: int, i1: int, block_k: int, topk_head: int) -> list[Tile]:
         assert self.topk is not None
         rows, run = slice(seq.q_start + i0, seq.q_start + i1), slice(seq.k_start, seq.k_start + seq.k_len)
         columns = self.topk.shape[3]
         return [
-            Tile(seq.batch, rows, slice(j0, min(j0 + block_k, columns)), i0 + seq.diagonal, True, listed, run)
+            Tile(seq.batch, rows, slice(j0, min(j0 + block_k, columns)), i0 + seq.diagonal, True, topk_head, run)
             for j0 in range(0, columns, block_k)
         ]
 
-    def listed_keys(self, tile: Tile) -> Tensor:
-        """The keys that a tile's rows name, ``[rows, keys]`` of int64 on the N axis; -1 where a row may not see one."""
+    def selected_keys(self, tile: Tile) -> Tensor:
+        """The selected keys of a tile, ``[rows, keys]`` of int64 on the N axis; -1 where a row may not see one."""
         assert self.topk is not None
-        keys = self.topk[tile.batch, tile.listed, tile.rows, tile.keys].long()
+        keys = self.topk[tile.batch, tile.topk_head, tile.rows, tile.keys].long()
         allowed = self.allowed(keys, tile.offset, tile.run.stop - tile.run.start)
         return torch.where(allowed, keys + tile.run.start, -1)
 
     def allowed(self, keys: Tensor, offset: int, k_len: int) -> Tensor:
-        """Which of the keys that rows name, ``[rows, K]`` counted from their sequence's first, each may see.
+        """Which of its selected keys, ``[rows, K]`` counted from the first of its sequence, each row may see.
 
         ``offset`` is the key on the diagonal of the first row, ``k_len`` how many keys the sequence has.
         """
@@ -248,10 +253,10 @@ class Support:
 
 @dataclass(frozen=True)
 class Problem:
-    """One divergence ``KL(a || b)``: side ``a`` weighs the logarithms, side ``b`` is compared with it.
+    """One divergence ``KL(a || b)``: side ``a`` is the target, side ``b`` is compared with it.
 
     Forward KL has the teacher on side ``a``, reverse KL the student. Distribution ``r`` of ``b`` is compared with the
-    mean of the ``group`` consecutive heads of ``a`` that start at ``r * group``.
+    mean of its head group: the ``head_group`` consecutive heads of ``a`` that start at ``r * head_group``.
     """
 
     a: Side
@@ -265,7 +270,7 @@ class Problem:
         return self.b.distributions
 
     @property
-    def group(self) -> int:
+    def head_group(self) -> int:
         """How many heads of ``a`` one distribution of ``b`` is compared with: ``H / R``."""
         return self.a.heads // self.distributions
 

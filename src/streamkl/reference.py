@@ -2,7 +2,7 @@
 
 It shares no code with the rest of the package, so that agreement with it means something. In float64 it is what every
 engine is held to. In lower precision it is the eager implementation people write: products in the inputs' dtype,
-everything after them in float32.
+everything after them in float32. A packed (varlen) batch is given by ``cu_seqlens_q`` and ``cu_seqlens_k``.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def sparse_attention(
     v: Tensor,
     indices: Tensor,
     *,
-    block: int = 1,
+    query_block: int = 1,
     scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
@@ -113,8 +113,8 @@ def sparse_attention(
 ) -> Tensor:
     """What `streamkl.sparse.sparse_attention` computes, with the same arguments, in O(Nq Nk) memory."""
     packed = cu_seqlens_q is not None
-    allowed = listed_pairs(
-        q.shape[0 if packed else 2], k.shape[0 if packed else 2], indices, block, causal, window, cu_seqlens_q,
+    allowed = selected_pairs(
+        q.shape[0 if packed else 2], k.shape[0 if packed else 2], indices, query_block, causal, window, cu_seqlens_q,
         cu_seqlens_k,
     ).to(q.device)  # fmt: skip
     if packed:
@@ -161,7 +161,7 @@ def allowed_pairs(
 ) -> Tensor:
     """Which keys each row may see, ``[Nq, Nk]`` of bool, aligned bottom-right within each sequence.
 
-    With ``topk_indices`` ``[B, lists, Nq, Nk]``: of those, the keys that the row names, counted within its sequence.
+    With ``topk_indices`` it is ``[B, topk_heads, Nq, Nk]``: of those, the row's selected keys.
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         starts_q, starts_k = [0, nq], [0, nk]
@@ -191,36 +191,36 @@ def allowed_pairs(
     for n in range(len(starts_q) - 1):
         first[starts_q[n] : starts_q[n + 1]] = starts_k[n]
         count[starts_q[n] : starts_q[n + 1]] = starts_k[n + 1] - starts_k[n]
-    # The last column takes what names no key.
-    named = torch.zeros(*topk.shape[:3], nk + 1, dtype=torch.bool, device="cpu")
+    # The last column takes indices that are no key.
+    selected = torch.zeros(*topk.shape[:3], nk + 1, dtype=torch.bool, device="cpu")
     inside = (topk >= 0) & (topk < count[:, None])
-    named.scatter_(-1, torch.where(inside, topk + first[:, None], nk), True)
-    return allowed & named[..., :nk]
+    selected.scatter_(-1, torch.where(inside, topk + first[:, None], nk), True)
+    return allowed & selected[..., :nk]
 
 
-def listed_pairs(
+def selected_pairs(
     nq: int,
     nk: int,
     indices: Tensor,
-    block: int,
+    query_block: int,
     causal: bool,
     window: tuple[int, int] | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
 ) -> Tensor:
-    """Which keys each row may see of the list ``[B, lists, K]`` that its block shares, ``[B, 1, Nq, Nk]`` of bool."""
+    """Which keys each row sees of ``indices [B, query_blocks, K]``, shared by a query block: ``[B, 1, Nq, Nk]``."""
     starts = [0, nq] if cu_seqlens_q is None else [*cu_seqlens_q.tolist(), nq]
-    row_lists, first = [], 0
+    block_of_row, first = [], 0
     for n in range(len(starts) - 1):
         rows = torch.arange(starts[n + 1] - starts[n], device="cpu")
-        row_lists.append(first + rows // block)
-        first += -(-len(rows) // block)
-    named = indices.cpu()[..., torch.cat(row_lists), :]
-    return allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, named)
+        block_of_row.append(first + rows // query_block)
+        first += -(-len(rows) // query_block)
+    topk_indices = indices.cpu()[..., torch.cat(block_of_row), :]
+    return allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices)
 
 
 def for_heads(allowed: Tensor, heads: int) -> Tensor:
-    """The pairs that each of ``heads`` may see: a list of keys serves consecutive heads."""
+    """The pairs that each of ``heads`` may see: a top-k head serves consecutive heads."""
     return allowed if allowed.dim() == 2 else allowed.repeat_interleave(heads // allowed.shape[1], dim=1)
 
 

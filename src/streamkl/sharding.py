@@ -40,7 +40,7 @@ def _acceptable(op: torch._ops.OpOverload, *args: Any) -> list[tuple[list[Any], 
         choices.append(Shard(0))
     mesh_size = given[whole[0]].mesh.size()
     divided = all(given[name].shape[1] % mesh_size == 0 for name in whole if not _one_list(name, given[name]))
-    if divided and not (given.get("b_summed") or given.get("summed")):
+    if divided and not (given.get("b_head_summed") or given.get("head_summed")):
         choices.append(Shard(1))
     return [(_outputs(op, given, choice), _inputs(names, given, choice)) for choice in choices]
 

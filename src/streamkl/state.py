@@ -55,7 +55,7 @@ class LogSumExp(NamedTuple):
 
 
 class PairedState(NamedTuple):
-    """Five numbers a row, in the relative form, for one head of ``a`` against one of ``b``.
+    """Five numbers per row, in the relative form, for one head of ``a`` against one of ``b``.
 
     ``m_a, l_a`` and ``m_b, l_b`` are each side's log-sum-exp; ``acc = sum e^(a - m_a) [(a - m_a) - (b - m_b)]``.
     """
@@ -107,7 +107,7 @@ class PairedState(NamedTuple):
 
 
 class MixtureState(NamedTuple):
-    """Four numbers a row, for a target ``p`` known up to a factor a row, against one head of ``b``.
+    """Four numbers per row, for a target ``p`` known up to a factor per row, against one head of ``b``.
 
     ``m_b, l_b`` are the log-sum-exp of ``b``, ``s = sum p`` and ``acc = sum p [ln p - (b - m_b)]``.
     """
@@ -148,8 +148,8 @@ class MixtureState(NamedTuple):
         return mixture_kl(self.s, self.acc, self.l_b)
 
 
-class Normalisers(NamedTuple):
-    """What a backward sweep needs of both sides' finished states: ``m`` and ``ln l``, ``[B, heads, Nq]``.
+class RowStats(NamedTuple):
+    """What a backward pass needs of both sides: row max ``m`` and log of the row sum ``ln l``, ``[B, heads, Nq]``.
 
     Kept as pairs: their sum, the log-sum-exp, would round away the digits that a large offset has shifted out.
     """

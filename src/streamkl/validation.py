@@ -1,9 +1,9 @@
 """From a caller's arguments to tensors in one layout and the numbers that describe them, or a ``ValueError``.
 
-Shapes, dtypes and devices are checked on every call and cost nothing on the device. What needs a tensor's values is
-checked by `check_cu_seqlens`, `check_topk`, `check_row_weight` and `check_teacher_mass`, which the ops call: always on
-CPU tensors, elsewhere only under ``STREAMKL_CHECK=1``, so that no check synchronises and ``torch.compile`` traces
-through.
+Shapes, dtypes and devices are checked on every call and cost nothing on the device. Checks that read a tensor's values
+are `check_cu_seqlens`, `check_topk`, `check_row_weight` and `check_teacher_mass`, which the ops call: always on CPU
+tensors, elsewhere only under ``STREAMKL_CHECK=1``, so that no check synchronises and ``torch.compile`` traces through.
+A packed (varlen) batch is given by ``cu_seqlens_q`` and ``cu_seqlens_k``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Keys(NamedTuple):
-    """Which keys a row may see: ``right = 0`` is causal, ``None`` unbounded; ``cu_seqlens`` names packed sequences.
+    """Which keys a row may see: ``right = 0`` is causal, ``None`` unbounded; ``cu_seqlens`` delimit packed sequences.
 
-    ``topk [B, lists, Nq, K]`` names the keys of each row, if they are named.
+    ``topk [B, topk_heads, Nq, K]`` holds the selected keys of each row, if there is a selection.
     """
 
     left: int | None
@@ -41,7 +41,7 @@ class Keys(NamedTuple):
 class KLArguments(NamedTuple):
     """The checked arguments of a loss: q and k ``[B, H, N, D]``, row tensors ``[B, heads, Nq]``.
 
-    An indexer is a student whose heads are summed into one distribution, with weights ``student_w`` or without.
+    An indexer is a head-summed student, with weights ``student_w`` or without.
     """
 
     teacher_q: Tensor
@@ -49,7 +49,7 @@ class KLArguments(NamedTuple):
     student_q: Tensor
     student_k: Tensor
     student_w: Tensor | None
-    summed: bool
+    head_summed: bool
     keys: Keys
     teacher_lse: Tensor | None
     row_weight: Tensor | None
@@ -65,7 +65,7 @@ class LSEArguments(NamedTuple):
 
 
 class SparseArguments(NamedTuple):
-    """The checked arguments of ``sparse_attention``: q, k and v ``[B, H, N, D]``, ``indices [B, lists, K]``."""
+    """The checked arguments of ``sparse_attention``: q, k, v ``[B, H, N, D]``, ``indices [B, query_blocks, K]``."""
 
     q: Tensor
     k: Tensor
@@ -211,7 +211,7 @@ def sparse_attention_arguments(
     k: Tensor,
     v: Tensor,
     indices: Tensor,
-    block: int,
+    query_block: int,
     scale: float | None,
     causal: bool,
     window: tuple[int, int] | None,
@@ -230,21 +230,21 @@ def sparse_attention_arguments(
             raise ValueError(f"k and v must have the same {axis}: got {k.shape[dim]} and {v.shape[dim]}")
     _check_scale("scale", scale)
     _check_choice("backend", backend, BACKENDS)
-    check_block(block)
+    check_query_block(query_block)
     if not isinstance(indices, Tensor):
         raise ValueError(f"indices must be a tensor: got {type(indices).__name__}")
     if indices.dim() != (2 if keys.packed else 3) or (not keys.packed and indices.shape[0] != q.shape[0]):
-        wanted = "[lists, K] with cu_seqlens" if keys.packed else f"[{q.shape[0]}, lists, K]"
+        wanted = "[query_blocks, K] with cu_seqlens" if keys.packed else f"[{q.shape[0]}, query_blocks, K]"
         raise ValueError(f"indices must be of shape {wanted}: got {list(indices.shape)}")
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
         raise ValueError(f"indices must be int32 or int64 on {q.device}: got {indices.dtype} on {indices.device}")
     return SparseArguments(q, k, v, indices.unsqueeze(0) if keys.packed else indices, keys)
 
 
-def check_block(block: int) -> None:
-    """Checks how many queries share a list of keys."""
-    if not _is_int(block) or block < 1:
-        raise ValueError(f"block must be a positive integer: got {block!r}")
+def check_query_block(query_block: int) -> None:
+    """Checks how many queries share their top-k."""
+    if not _is_int(query_block) or query_block < 1:
+        raise ValueError(f"query_block must be a positive integer: got {query_block!r}")
 
 
 def check_values(arguments: KLArguments | LSEArguments) -> None:
@@ -277,31 +277,31 @@ def check_topk(
     whose: str = "topk_indices",
     first_wrong_row: Callable[[Tensor, int], int] | None = None,
 ) -> None:
-    """Checks that ``topk [B, lists, Nq, K]`` names keys from 0 to ``nk - 1``, or -1, and no key twice in a row.
+    """Checks that ``topk [B, topk_heads, Nq, K]`` holds keys from 0 to ``nk - 1``, or -1, and no key twice in a row.
 
-    An engine may have a faster ``first_wrong_row`` than the one here, with the same answer.
+    An engine may have a faster ``first_wrong_row`` than the one here, with the same result.
     """
     if topk is None or not _may_read(topk) or topk.numel() == 0:
         return
     wrong = (first_wrong_row or _first_wrong_row)(topk, nk)
     if wrong < 0:
         return
-    _, lists, rows, _ = topk.shape
-    row = topk[wrong // (lists * rows), wrong // rows % lists, wrong % rows].tolist()
+    _, topk_heads, rows, _ = topk.shape
+    row = topk[wrong // (topk_heads * rows), wrong // rows % topk_heads, wrong % rows].tolist()
     for key in row:
         if not -1 <= key < nk:
-            raise ValueError(f"{whose} must name keys from 0 to {nk - 1}, or -1 for none: got {key}")
+            raise ValueError(f"{whose} must be keys from 0 to {nk - 1}, or -1 for none: got {key}")
     twice = next(key for n, key in enumerate(row) if key >= 0 and key in row[:n])
-    raise ValueError(f"{whose} must not name a key twice in a row: got {twice}")
+    raise ValueError(f"{whose} must not have a key twice in a row: got {twice}")
 
 
 def _first_wrong_row(topk: Tensor, nk: int) -> int:
-    """The first row of ``topk [B, lists, Nq, K]`` that breaks the rule of `check_topk`, or -1: sorted, in chunks."""
+    """The first row of ``topk [B, topk_heads, Nq, K]`` that breaks the rule of `check_topk`, or -1, by sorting."""
     step, before = max(1, TOPK_CHUNK // topk.shape[3]), 0
-    for part in (part for batch in topk for a_list in batch for part in a_list.split(step)):
-        named = part.sort(-1).values
-        twice = ((named[:, 1:] == named[:, :-1]) & (named[:, 1:] >= 0)).any(-1)
-        wrong = twice | (named[:, 0] < -1) | (named[:, -1] >= nk)
+    for part in (part for batch in topk for head in batch for part in head.split(step)):
+        keys = part.sort(-1).values
+        twice = ((keys[:, 1:] == keys[:, :-1]) & (keys[:, 1:] >= 0)).any(-1)
+        wrong = twice | (keys[:, 0] < -1) | (keys[:, -1] >= nk)
         if bool(wrong.any()):
             return before + int(wrong.nonzero()[0])
         before += len(part)
@@ -384,7 +384,7 @@ def _keys(
                 raise ValueError(f"{name} must be int32 or int64: got {cu.dtype}")
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             raise ValueError(
-                f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences: "
+                f"cu_seqlens_q and cu_seqlens_k must have the same number of sequences: "
                 f"got {cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
             )
     return Keys(left, right, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q is not None)
@@ -451,7 +451,7 @@ def _index_weight(x: Tensor, q: Tensor, keys: Keys) -> Tensor:
     batch, heads, tokens = q.shape[:3]
     wanted = [tokens, heads] if keys.packed else [batch, tokens, heads]
     if list(x.shape) != wanted:
-        raise ValueError(f"index_w must be of shape {wanted}, one weight a query and index head: got {list(x.shape)}")
+        raise ValueError(f"index_w must be of shape {wanted}, a weight per query and index head: got {list(x.shape)}")
     if x.layout != torch.strided:
         raise ValueError(f"index_w must be a dense tensor: got layout {x.layout}")
     if x.dtype not in DTYPES:
@@ -463,17 +463,17 @@ def _index_weight(x: Tensor, q: Tensor, keys: Keys) -> Tensor:
     return (x.unsqueeze(0) if keys.packed else x).transpose(1, 2)
 
 
-def _with_topk(keys: Keys, topk: Tensor | None, q: Tensor, lists: int | None, whose: str) -> Keys:
-    """Checks ``topk_indices``: one list a row, or one for each of ``lists`` (any divisor of the heads if ``None``)."""
+def _with_topk(keys: Keys, topk: Tensor | None, q: Tensor, topk_heads: int | None, whose: str) -> Keys:
+    """Checks ``topk_indices``: one head of them, or ``topk_heads`` (any divisor of the heads if ``None``)."""
     if topk is None:
         return keys
     if not isinstance(topk, Tensor):
         raise ValueError(f"topk_indices must be a tensor: got {type(topk).__name__}")
     batch, tokens = [] if keys.packed else [q.shape[0]], q.shape[2]
-    given = topk.shape[-3] if lists is None and topk.dim() == len(batch) + 3 else lists
+    given = topk.shape[-3] if topk_heads is None and topk.dim() == len(batch) + 3 else topk_heads
     if list(topk.shape[:-1]) not in ([*batch, tokens], [*batch, given, tokens]):
         short, full = (f"[{', '.join(map(str, shape))}]" for shape in (
-            (*batch, tokens, "K"), (*batch, lists or "lists", tokens, "K"))
+            (*batch, tokens, "K"), (*batch, topk_heads or "topk_heads", tokens, "K"))
         )  # fmt: skip
         raise ValueError(f"topk_indices must be of shape {short} or {full}: got {list(topk.shape)}")
     if topk.layout != torch.strided:
@@ -486,8 +486,10 @@ def _with_topk(keys: Keys, topk: Tensor | None, q: Tensor, lists: int | None, wh
         topk = topk.unsqueeze(0)
     if topk.dim() == 3:
         topk = topk.unsqueeze(1)
-    if lists is None and (topk.shape[1] == 0 or q.shape[1] % topk.shape[1] != 0):
-        raise ValueError(f"{whose} heads must be a multiple of the lists: got {q.shape[1]} and {topk.shape[1]}")
+    if topk_heads is None and (topk.shape[1] == 0 or q.shape[1] % topk.shape[1] != 0):
+        raise ValueError(
+            f"{whose} heads must be a multiple of topk_indices heads: got {q.shape[1]} and {topk.shape[1]}"
+        )
     return keys._replace(topk=topk)
 
 
@@ -519,7 +521,7 @@ def _deterministic(given: bool | None) -> bool:
 
 
 def _row_tensor(name: str, x: Tensor, q: Tensor, heads: int, keys: Keys, shared: bool) -> Tensor:
-    """Checks a tensor of one number a row and head, or, where ``shared``, one a row; returns ``[B, heads, Nq]``."""
+    """Checks a tensor of one number per row and head, or, if ``shared``, per row; returns ``[B, heads, Nq]``."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor: got {type(x).__name__}")
     batch, tokens = q.shape[0], q.shape[2]

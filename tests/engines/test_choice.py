@@ -108,7 +108,7 @@ def test_auto_finds_an_engine_for_indexers_and_named_keys_and_the_others_say_wha
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     side = Side(4, 1, 16, torch.float32, 0.25)
     problems = {
-        "does not sum index heads": Problem(side, replace(side, summed=True), Support(1, 8, 8)),
+        "does not sum index heads": Problem(side, replace(side, head_summed=True), Support(1, 8, 8)),
         "does not take topk_indices": Problem(
             side, side, Support(1, 8, 8, topk=torch.zeros(1, 1, 8, 1, dtype=torch.int64))
         ),

@@ -39,7 +39,7 @@ def test_lm_eval_runs_a_local_task_with_sparse_attention(model_folder: Path, tmp
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "numbers.yaml").write_text(TASK.format(data=data))
-    arguments = f"pretrained={model_folder},selector=oracle,topk=8,block=4,dtype=float32"
+    arguments = f"pretrained={model_folder},selector=oracle,topk=8,query_block=4,dtype=float32"
     words = [
         "lm-eval",
         "--model_args",
@@ -71,7 +71,7 @@ def test_lm_eval_runs_a_local_task_with_sparse_attention(model_folder: Path, tmp
     [
         ({"selector": "best"}, "selector must be one of oracle"),
         ({"selector": "oracle", "indexers": "folder"}, "give one of them"),
-        ({"topk": 8}, "topk and block go with a selector or with indexers"),
+        ({"topk": 8}, "topk and query_block go with a selector or with indexers"),
         ({"batch_size": 4}, "batch_size must be 1: got 4"),
     ],
 )

@@ -24,7 +24,7 @@ from streamkl.sparse import IndexerSelector
 
 
 def command(name: str, model: Path, book: Path, output: Path, *more: str) -> tuple[int, str]:
-    words = [name, str(model), "--text", str(book), "--lengths", "256", "--budgets", "32", "--blocks", "1", "16"]
+    words = [name, str(model), "--text", str(book), "--lengths", "256", "--budgets", "32", "--query-blocks", "1", "16"]
     words += ["--contexts", "2", "--segments", "2", "--layer-segments", "1", "--dtype", "float32"]
     found = CliRunner().invoke(app, [*words, "--output", str(output), *more])
     return found.exit_code, found.output + found.stderr
@@ -146,7 +146,7 @@ def test_a_budget_that_nearly_holds_all_keys_is_nearly_dense_and_a_small_one_is_
     assert torch.allclose(losses[DENSE], whole, atol=1e-5)
     distance = {m.name: float((rows - whole).abs().mean()) for m, rows in losses.items()}
     assert distance["oracle k255 b1"] < 1e-5, distance
-    # The last block's queries share one list that leaves one key out, which one of them may have wanted.
+    # The last query block's queries share one list that leaves one key out, which one of them may have wanted.
     assert 1e-5 < distance["oracle k255 b64"] < 0.01 * distance["oracle k4 b1"], distance
 
 
@@ -238,7 +238,7 @@ def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp
         (("--indexers", str(tmp_path / "oracle")), "has the name of another method: rename the folder"),
         (("--budgets", "0"), "budgets are numbers of at least 1"),
         (("--lengths", "32"), "no budget is below 32 tokens"),
-        (("--blocks", "512"), "a block of 512 queries is longer than 256 tokens"),
+        (("--query-blocks", "512"), "a query block of 512 queries is longer than 256 tokens"),
         (("--output", str(book)), "is a file: it names a folder"),
         (("--indexers", str(book.parent)), "has no complete.json"),
         (("--indexers", "nowhere/indexers"), "--indexers nowhere/indexers: there is no such folder"),

@@ -9,15 +9,15 @@ import torch
 from streamkl.sparse import index_topk, oracle_topk
 
 
-def main(kind: str, tokens: int, topk: int, block: int, backend: str) -> None:
+def main(kind: str, tokens: int, topk: int, query_block: int, backend: str) -> None:
     torch.set_num_threads(1)
     q, k = (torch.randn(1, 1, tokens, 32, dtype=torch.bfloat16) for _ in range(2))
 
     def select(n: int) -> None:
         if kind == "index":
-            index_topk(q[:, :, :n], k[:, 0, :n], topk=topk, block=block, backend=backend)
+            index_topk(q[:, :, :n], k[:, 0, :n], topk=topk, query_block=query_block, backend=backend)
         else:
-            oracle_topk(q[:, :, :n], k[:, :, :n], topk=topk, block=block, backend=backend)
+            oracle_topk(q[:, :, :n], k[:, :, :n], topk=topk, query_block=query_block, backend=backend)
 
     select(64)  # what is built on first use is there
     hook = ctypes.CDLL(None)

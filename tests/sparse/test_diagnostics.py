@@ -96,9 +96,9 @@ def test_half_precision_inputs_err_by_their_rounding() -> None:
     [
         (torch.zeros(1, 5, 2), "indices must be int32 or int64"),
         (torch.zeros(1, 4, 2).int(), r"indices must be of shape \[1, 5, 'K'\]: got \[1, 4, 2\]"),
-        (torch.full((1, 5, 2), 5), "indices must name keys from 0 to 4, or -1 for none: got 5"),
+        (torch.full((1, 5, 2), 5), "indices must be keys from 0 to 4, or -1 for none: got 5"),
         (torch.full((1, 5, 2), -2), "or -1 for none: got -2"),
-        (torch.tensor([0, 1, 0]).expand(1, 5, 3), "indices must not name a key twice in a row: got 0"),
+        (torch.tensor([0, 1, 0]).expand(1, 5, 3), "indices must not have a key twice in a row: got 0"),
     ],
 )
 def test_wrong_indices_are_refused(indices, message) -> None:

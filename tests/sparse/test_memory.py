@@ -24,20 +24,20 @@ def hook(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [1, 64])
+@pytest.mark.parametrize("query_block", [1, 64])
 @pytest.mark.parametrize("kind", ["index", "oracle"])
-def test_a_selection_takes_memory_of_its_answer_and_never_of_all_pairs(kind: str, block: int, hook: Path) -> None:
+def test_a_selection_takes_memory_of_its_answer_and_never_of_all_pairs(kind: str, query_block: int, hook: Path) -> None:
     peaks = {}
     for tokens in (8192, 16384, 32768):
         result = subprocess.run(
             [sys.executable, Path(__file__).parent / "selection_allocations.py", kind, str(tokens), str(TOPK),
-             str(block), "cpu"],
+             str(query_block), "cpu"],
             env={**os.environ, "LD_PRELOAD": str(hook)}, capture_output=True, text=True, check=True,
         )  # fmt: skip
         found = json.loads(result.stdout)
         assert found["allocations"] > 0, "the hook saw nothing"
         peaks[tokens] = found["peak"]
-    print(kind, block, peaks)
+    print(kind, query_block, peaks)
     for tokens in (16384, 32768):
         assert peaks[tokens] <= 2.1 * peaks[tokens // 2], peaks
     assert peaks[32768] < 32768 * 32768 / 16, "a byte for every pair would be a gigabyte"

@@ -31,23 +31,25 @@ def packed(cu_seqlens_q: list[int], cu_seqlens_k: list[int], seed: int = 0) -> I
     return {**inputs, "cu_seqlens_q": torch.tensor(cu_seqlens_q), "cu_seqlens_k": torch.tensor(cu_seqlens_k)}
 
 
-def attend(block: int) -> Callable[[Inputs], Tensor]:
+def attend(query_block: int) -> Callable[[Inputs], Tensor]:
     """The oracle's keys, and attention over them."""
 
     def run(x: Inputs) -> Tensor:
         mask = {name: cu for name, cu in x.items() if name.startswith("cu")}
-        indices = oracle_topk(x["q"], x["k"], topk=TOPK, block=block, **mask)
-        return sparse_attention(x["q"], x["k"], x["v"], indices, block=block, **mask)
+        indices = oracle_topk(x["q"], x["k"], topk=TOPK, query_block=query_block, **mask)
+        return sparse_attention(x["q"], x["k"], x["v"], indices, query_block=query_block, **mask)
 
     return run
 
 
-def select(block: int) -> Callable[[Inputs], Tensor]:
+def select(query_block: int) -> Callable[[Inputs], Tensor]:
     """An indexer's keys."""
 
     def run(x: Inputs) -> Tensor:
         mask = {name: cu for name, cu in x.items() if name.startswith("cu")}
-        return index_topk(x["index_q"], x["index_k"], x["index_w"], topk=TOPK, block=block, normalise=True, **mask)
+        return index_topk(
+            x["index_q"], x["index_k"], x["index_w"], topk=TOPK, query_block=query_block, normalise=True, **mask
+        )
 
     return run
 
@@ -60,19 +62,19 @@ def op_arguments() -> dict[str, tuple]:
     x, short = dense((9, 13)), packed(*SHORT)
     given = {"dense": x, "packed": {n: t if n.startswith("cu") else t[None] for n, t in short.items()}}
     arguments = {}
-    for kind, block in (("dense", 1), ("dense", 4), ("packed", 1)):
+    for kind, query_block in (("dense", 1), ("dense", 4), ("packed", 1)):
         y = given[kind]
         q, k, v, index_q = (y[n] if kind == "dense" else y[n].transpose(1, 2) for n in ("q", "k", "v", "index_q"))
-        keys = (y.get("cu_seqlens_q"), y.get("cu_seqlens_k"), None, 0, block, "tiled")
+        keys = (y.get("cu_seqlens_q"), y.get("cu_seqlens_k"), None, 0, query_block, "tiled")
         lse = torch.ops.streamkl.logsumexp(
             q, k, None, None, *keys[:2], None, False, False, None, 0, False, torch.float32, "tiled"
         )
         index = (index_q, y["index_k"][:, None], y["index_w"].transpose(1, 2), None)
         indices = torch.ops.streamkl.attention_topk(q, k, lse[0] + lse[1], None, TOPK, *keys)
         arguments |= {
-            f"index_topk-{kind}-{block}": (*index, None, True, TOPK, *keys),
-            f"attention_topk-{kind}-{block}": (q, k, lse[0] + lse[1], None, TOPK, *keys),
-            f"sparse_attention-{kind}-{block}": (q, k, v, indices, None, *keys),
+            f"index_topk-{kind}-{query_block}": (*index, None, True, TOPK, *keys),
+            f"attention_topk-{kind}-{query_block}": (q, k, lse[0] + lse[1], None, TOPK, *keys),
+            f"sparse_attention-{kind}-{query_block}": (q, k, v, indices, None, *keys),
         }
     return arguments
 
@@ -91,11 +93,11 @@ def test_every_operator_is_opchecked() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("query_block", [1, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiled_whole_equals_eager(name: str, block: int, dynamic: bool) -> None:
+def test_compiled_whole_equals_eager(name: str, query_block: int, dynamic: bool) -> None:
     torch._dynamo.reset()
-    function = FUNCTIONS[name](block)
+    function = FUNCTIONS[name](query_block)
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for tokens in ((16, 16), (9, 13), (3, 30)) if dynamic else ((16, 16),):
         torch.testing.assert_close(compiled(dense(tokens)), function(dense(tokens)))
@@ -103,13 +105,13 @@ def test_compiled_whole_equals_eager(name: str, block: int, dynamic: bool) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("query_block", [1, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_packed_and_compiled_whole_equals_eager(name: str, block: int, dynamic: bool) -> None:
-    """How many blocks there are depends on the sequences' lengths, which PyTorch traces where it is told to."""
+def test_packed_and_compiled_whole_equals_eager(name: str, query_block: int, dynamic: bool) -> None:
+    """How many query_blocks there are depends on the sequences' lengths, which PyTorch traces where it is told to."""
     torch._dynamo.reset()
-    function = FUNCTIONS[name](block)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=block > 1):
+    function = FUNCTIONS[name](query_block)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=query_block > 1):
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
         for lengths in (SHORT, LONG) if dynamic else (SHORT,):
             torch.testing.assert_close(compiled(packed(*lengths)), function(packed(*lengths)))
@@ -138,13 +140,13 @@ def dynamic_lengths(inputs: Inputs) -> dict[str, dict[int, Dim]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dense", "packed"])
-@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("query_block", [1, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_exported_with_a_dynamic_length_equals_eager(name: str, block: int, layout: str) -> None:
-    """Lengths as short as a block among them."""
+def test_exported_with_a_dynamic_length_equals_eager(name: str, query_block: int, layout: str) -> None:
+    """Lengths as short as a query block among them."""
     given = dense() if layout == "dense" else packed(*SHORT)
     others = [dense(n) for n in ((33, 37), (3, 5))] if layout == "dense" else [packed(*LONG), packed([0, 2], [0, 3])]
-    model = Model(FUNCTIONS[name](block))
+    model = Model(FUNCTIONS[name](query_block))
     exported = export(model, (given,), dynamic_shapes=(dynamic_lengths(given),), strict=False).module()
     for inputs in (given, *others):
         torch.testing.assert_close(exported(inputs), model(inputs))

@@ -84,14 +84,14 @@ def test_a_score_that_is_not_a_number_is_never_selected(backend) -> None:
 def test_an_infinite_score_does_not_come_before_the_keys_on_the_diagonal(backend) -> None:
     index_q, index_k = torch.ones(1, 1, 6, 1), torch.ones(1, 6, 1)
     index_k[0, 0] = torch.inf
-    found = index_topk(index_q, index_k, topk=3, block=2, backend=backend)
+    found = index_topk(index_q, index_k, topk=3, query_block=2, backend=backend)
     assert found[0].tolist() == [[0, 1, -1], [2, 3, 0], [4, 5, 0]]
 
 
 def test_a_query_of_high_scores_does_not_crowd_out_another_where_they_are_normalised() -> None:
     index_k = torch.eye(5)[None]
     index_q = torch.tensor([[3.0, 0.0, 0.0, 0.0, 0.0], [9.0, 9.5, 9.0, 9.0, 9.0]])[None, None]
-    options = {"topk": 3, "block": 2, "index_scale": 1.0}
+    options = {"topk": 3, "query_block": 2, "index_scale": 1.0}
     assert index_topk(index_q, index_k, **options, causal=False)[0].tolist() == [[3, 4, 1]]
     assert index_topk(index_q, index_k, **options, causal=False, normalise=True)[0].tolist() == [[3, 4, 0]]
 

@@ -114,13 +114,13 @@ def test_a_named_key_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -
     topk = torch.rand(2, 50, 50).argsort(-1)[..., :20]
     case = make_case(0, topk_indices=topk)
     assert check_accuracy(case, "tiled").worst <= 1
-    keys = Support.listed_keys
+    keys = Support.selected_keys
 
     def without_the_seventh(support, tile):
         named = keys(support, tile)
         return torch.where(named == 7, -1, named)
 
-    monkeypatch.setattr(Support, "listed_keys", without_the_seventh)
+    monkeypatch.setattr(Support, "selected_keys", without_the_seventh)
     assert check_accuracy(case, "tiled").worst > 1
 
 

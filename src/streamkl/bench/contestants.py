@@ -81,7 +81,7 @@ def engine_name(cell: Cell, device: torch.device, backend: str) -> str:
         for heads, kv_heads, dim in zip(cell.heads[::2], cell.heads[1::2], cell.dims, strict=True)
     )
     if cell.indexer:
-        student = replace(student, relu=True, summed=True)
+        student = replace(student, relu=True, head_summed=True)
     support = Support(cell.batch, cell.tokens, cell.tokens, None, 0 if cell.causal else None)
     if cell.topk:
         support = replace(support, topk=torch.empty(cell.batch, 1, cell.tokens, cell.topk, device="meta"))

@@ -174,7 +174,7 @@ def prefill(
     selector: str = typer.Option("indexer", help="indexer, oracle or window."),
     indexers: str = typer.Option("", help="A folder of indexers; untrained ones if not given."),
     topk: int = typer.Option(2048, help="How many keys a list has."),
-    block: int = typer.Option(64, help="How many queries share a list."),
+    query_block: int = typer.Option(64, help="How many queries share a list."),
     index_dim: int = typer.Option(128, help="Width of untrained indexers."),
     dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32."),
     threads: int = typer.Option(0, help="CPU threads; what torch takes if not given."),
@@ -192,7 +192,7 @@ def prefill(
 
     options = {
         "model": model, "layers": layers or None, "selector": selector, "indexers": indexers or None, "topk": topk,
-        "block": block, "index_dim": index_dim, "dtype": dtype, "rounds": rounds,
+        "query_block": query_block, "index_dim": index_dim, "dtype": dtype, "rounds": rounds,
         "keep_memory": keep_memory,
     }  # fmt: skip
     sys.exit(run(_console(), tokens, options, threads, memory, output, picture))
@@ -203,7 +203,7 @@ def layer(
     model: str = typer.Argument("Qwen3-0.6B", help="Whose heads, e.g. Qwen3-0.6B or SmolLM2-135M."),
     tokens: int = typer.Option(32768, help="Queries and keys."),
     topk: int = typer.Option(2048, help="How many keys a list has."),
-    block: int = typer.Option(64, help="How many queries share a list."),
+    query_block: int = typer.Option(64, help="How many queries share a list."),
     index_dim: int = typer.Option(128, help="Width of the indexer's one head."),
     seconds: float = typer.Option(10.0, help="How long each repeats itself."),
 ) -> None:
@@ -215,7 +215,7 @@ def layer(
 
     _check([model], MODELS, "a model")
     try:
-        found = measure(Layer(MODELS[model], tokens, topk, block, index_dim), seconds)
+        found = measure(Layer(MODELS[model], tokens, topk, query_block, index_dim), seconds)
     except RedGateError as error:
         _console().print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
         sys.exit(1)

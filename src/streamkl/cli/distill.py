@@ -65,7 +65,7 @@ def run(settings: Settings) -> None:
             files(named)
         if is_first:
             tell_of_hub(settings.model)
-            _tell_of_long_lists(settings)
+            _warn_of_large_topk(settings)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     try:
@@ -80,7 +80,7 @@ def run(settings: Settings) -> None:
             from streamkl.distillation.estimate import estimate
 
             typer.echo(estimate(settings))
-            _tell_of_short_lists(settings)
+            _warn_of_small_topk(settings)
             return
         if settings.resume and is_first:
             last = checkpoints.latest(output)
@@ -103,8 +103,10 @@ def run(settings: Settings) -> None:
     for line in curves.read(output / curves.LOG)[-1:]:
         shown = (f"{text} {line[name]:.3g}" for name, text in curves.FIGURES.items() if line.get(name) is not None)
         typer.echo(f"Step {line['step']}, means over layers: {', '.join(shown)}.")
-    typer.echo(f"Indexers are in {result.indexers}, to select {settings.measured} keys for {settings.block} queries.")
-    _tell_of_short_lists(settings)
+    typer.echo(
+        f"Indexers are in {result.indexers}, to select {settings.measured} keys for {settings.query_block} queries."
+    )
+    _warn_of_small_topk(settings)
     if result.model is not None:
         typer.echo(f"The model with them is in {result.model}.")
     if result.curves is not None:
@@ -113,19 +115,19 @@ def run(settings: Settings) -> None:
         typer.echo(f"{result.skipped} steps were skipped because their gradients were not finite.")
 
 
-def _tell_of_long_lists(settings: Settings) -> None:
+def _warn_of_large_topk(settings: Settings) -> None:
     if settings.measured >= settings.length:
         typer.echo(
-            f"Recall and mass say nothing: lists of {settings.measured} keys hold all of {settings.length} tokens.",
+            f"Recall and mass say nothing: a top-k of {settings.measured} keys holds all of {settings.length} tokens.",
             err=True,
         )
 
 
-def _tell_of_short_lists(settings: Settings) -> None:
-    if settings.measured <= settings.block:
+def _warn_of_small_topk(settings: Settings) -> None:
+    if settings.measured <= settings.query_block:
         typer.echo(
-            f"A list of {settings.measured} keys for {settings.block} queries holds the keys of its own queries and no "
-            f"others: choose more keys, or a smaller block, where the indexers are used."
+            f"A top-k of {settings.measured} keys shared by a query block of {settings.query_block} holds the keys on the "
+            f"block's diagonal and no others: select more keys, or use a smaller query block, where the indexers are used."
         )
 
 

@@ -33,7 +33,7 @@ Field = Annotated[str, typer.Option(help="The name of the text in JSON lines.")]
 Encoding = Annotated[str, typer.Option(help="Of the text.")]
 Output = Annotated[Path, typer.Option(help="The folder of the report; a run that ended early goes on there.")]
 
-TASKS, LENGTHS, BUDGETS, BLOCKS = ["needle", "perplexity"], [2048], [64, 128, 256, 512], [1, 64]
+TASKS, LENGTHS, BUDGETS, QUERY_BLOCKS = ["needle", "perplexity"], [2048], [64, 128, 256, 512], [1, 64]
 
 
 def oracle(
@@ -42,7 +42,7 @@ def oracle(
     tasks: Tasks = TASKS,
     lengths: Lengths = LENGTHS,
     budgets: Budgets = BUDGETS,
-    blocks: Blocks = BLOCKS,
+    query_blocks: Blocks = QUERY_BLOCKS,
     selectors: Selectors = ["oracle", "window", "random"],  # noqa: B006
     contexts: Contexts = 200,
     segments: Segments = 40,
@@ -69,7 +69,7 @@ def evaluate(
     tasks: Tasks = TASKS,
     lengths: Lengths = LENGTHS,
     budgets: Budgets = [256, 512],  # noqa: B006
-    blocks: Blocks = BLOCKS,
+    query_blocks: Blocks = QUERY_BLOCKS,
     selectors: Selectors = ["oracle", "window"],  # noqa: B006
     contexts: Contexts = 200,
     segments: Segments = 40,
@@ -248,6 +248,6 @@ def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
     for path in paths:
         if not path.is_dir():
             raise ValueError(f"--indexers {path}: there is no such folder")
-    numbers = {name: tuple(given[name]) for name in ("tasks", "lengths", "budgets", "blocks")}
+    numbers = {name: tuple(given[name]) for name in ("tasks", "lengths", "budgets", "query_blocks")}
     rest = {name: given[name] for name in ("contexts", "segments", "layer_segments", "seed")}
     return Plan(**numbers, selectors=(*given["selectors"], *names), **rest), names

@@ -11,7 +11,7 @@ SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 
 def lm_eval(context: typer.Context) -> None:
-    """Runs lm-eval on a sparse model: --model_args pretrained=FOLDER,selector=oracle,topk=256,block=64.
+    """Runs lm-eval on a sparse model: --model_args pretrained=FOLDER,selector=oracle,topk=256,query_block=64.
 
     With indexers=FOLDER in place of a selector, those select. All other arguments are lm-eval's.
     """

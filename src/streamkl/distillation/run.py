@@ -75,7 +75,7 @@ def distill(settings: Settings) -> Result:
         output.mkdir(parents=True, exist_ok=True)
         (output / SETTINGS).write_text(json.dumps(settings.training(), indent=2) + "\n")
     trainer = DistillationTrainer(
-        prepared.model, args, prepared.samples, about=about, topk=settings.measured, block=settings.block,
+        prepared.model, args, prepared.samples, about=about, topk=settings.measured, query_block=settings.query_block,
         keep=settings.keep, max_skipped=settings.max_skipped if settings.on_nan == "skip" else 0,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
@@ -214,7 +214,7 @@ def _check_same(folder: Path, about: dict[str, Any]) -> None:
 
 def _write_results(output: Path, prepared: Prepared, settings: Settings, result: Result) -> Result:
     try:
-        write_indexers(output / INDEXERS, prepared.model, settings.measured, settings.block)
+        write_indexers(output / INDEXERS, prepared.model, settings.measured, settings.query_block)
         folder = _write_model(output, prepared, settings) if _has_own_indexers(prepared) else None
         return Result(result.indexers, folder, curves.draw(output), result.skipped)
     except (OSError, SafetensorError) as error:

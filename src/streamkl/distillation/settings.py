@@ -27,15 +27,15 @@ NEEDED = {
 """Settings without a default, and what they are."""
 
 LEAST = {
-    **dict.fromkeys(("length", "steps", "batch", "accumulation", "heads", "head_dim", "block"), 1),
+    **dict.fromkeys(("length", "steps", "batch", "accumulation", "heads", "head_dim", "query_block"), 1),
     **dict.fromkeys(("facts", "log_every", "save_every", "keep"), 1),
     **dict.fromkeys(("warmup", "weight_decay", "max_grad_norm", "seed", "topk", "max_skipped", "threads"), 0),
 }
 """The least that numbers may be."""
 
 FREE = (
-    "output", "resume", "dry_run", "report_to", "log_every", "save_every", "keep", "topk", "block", "device", "set",
-    "threads", "max_skipped",
+    "output", "resume", "dry_run", "report_to", "log_every", "save_every", "keep", "topk", "query_block", "device",
+    "set", "threads", "max_skipped",
 )  # fmt: skip
 """Settings that do not decide the trained weights."""
 
@@ -83,7 +83,7 @@ class Settings:
         "Keys that recall and mass are measured with, and that the trained indexers are saved with; an eighth of the "
         "length if 0.",
     )
-    block: int = _told(64, "Queries that share a list of keys where the trained indexers are used.")
+    query_block: int = _told(64, "Queries that share a list of keys where the trained indexers are used.")
     log_every: int = _told(10, "Steps between two lines of the log, for which recall and mass are measured.")
     save_every: int = _told(100, "Steps between two checkpoints.")
     keep: int = _told(2, "How many checkpoints are kept.")

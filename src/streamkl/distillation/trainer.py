@@ -38,7 +38,7 @@ class DistillationTrainer(Trainer):
         train_dataset: The samples, which are taken in their order.
         about: What the marker of a checkpoint says.
         topk: How many keys recall and mass are measured with.
-        block: How many queries share a list where the indexers are used.
+        query_block: How many queries share a list where the indexers are used.
         keep: How many checkpoints are kept.
         max_skipped: How many steps in a row may be skipped because their gradients are not finite.
     """
@@ -51,11 +51,11 @@ class DistillationTrainer(Trainer):
         *,
         about: dict[str, Any],
         topk: int,
-        block: int,
+        query_block: int,
         keep: int,
         max_skipped: int,
     ) -> None:
-        self.distiller, self.about, self.topk, self.block, self.keep = model, about, topk, block, keep
+        self.distiller, self.about, self.topk, self.query_block, self.keep = model, about, topk, query_block, keep
         self.output = Path(args.output_dir or ".")
         self.curves: Curves | None = None
         self._staging, self._first_step = False, 0
@@ -106,7 +106,7 @@ class DistillationTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         if self.args.should_save:
-            write_indexers(folder / INDEXERS, self.distiller, self.topk, self.block)
+            write_indexers(folder / INDEXERS, self.distiller, self.topk, self.query_block)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
@@ -145,10 +145,10 @@ class DistillationTrainer(Trainer):
         return CheckpointError(f"{what} could not be written ({error}): {kept}; make room, and go on with --resume")
 
 
-def write_indexers(folder: Path, model: Distiller, topk: int, block: int) -> None:
+def write_indexers(folder: Path, model: Distiller, topk: int, query_block: int) -> None:
     """Writes the trained indexers as a folder that `streamkl.integrations.transformers.sparsify` takes."""
     activation = next(iter(model.layers)).indexer.activation
-    selector = IndexerSelector(topk, block, activation=activation, normalise=True)
+    selector = IndexerSelector(topk, query_block, activation=activation, normalise=True)
     save_indexers(folder, model.backbone, model.indexers, selector)
 
 

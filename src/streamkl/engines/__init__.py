@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
-from streamkl.state import Normalisers
+from streamkl.state import RowStats
 
 PREFERENCE = ("triton", "cpu", "tiled")
 """Engines by name, the one that ``auto`` tries first in front."""
@@ -25,11 +25,11 @@ class Engine(Protocol):
     """What ``ops`` asks of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs).
 
     Row vectors of side ``b`` have ``problem.distributions`` heads, those of side ``a`` its heads. An indexer is a side
-    ``b`` that is ``summed``; rows name their keys where there is a ``support.topk``. An engine without one or the
-    other says so in ``unsupported``. One that can run where ``auto`` should not take it says why in a function
-    ``reluctant(device)``. One that should run and does not, such as after a build that failed, says why in a function
-    ``broken(device, problem)``; ``auto`` then warns. One that finds wrong lists of keys faster than
-    ``validation.check_topk`` has a function ``first_wrong_row(topk, nk)`` for it.
+    ``b`` that is ``head_summed``; keys are selected where there is a ``support.topk``. An engine that lacks one or the
+    other says so in ``unsupported``. Three functions are optional: ``reluctant(device)`` says why ``auto`` should not
+    take an engine that can run; ``broken(device, problem)`` says why an engine that should run does not, such as after
+    a failed build, and ``auto`` then warns; ``first_wrong_row(topk, nk)`` checks top-k indices faster than
+    ``validation.check_topk``.
     """
 
     name: str
@@ -47,20 +47,20 @@ class Engine(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """``(m, ln l)`` of one side's logits, computed in ``dtype``; ``(-inf, 0)`` for a row that sees no key.
 
-        Each is ``[B, side.distributions, Nq]``; ``w [B, J, Nq]`` are the weights of a summed side, if it has any.
+        Each is ``[B, side.distributions, Nq]``; ``w [B, J, Nq]`` are the weights of a head-summed side, if it has any.
         """
         ...
 
-    def paired_rows(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
-        """The divergence of each row where both sides have as many heads, its mean (`PairedState`) and normalisers."""
+    def paired_rows(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, RowStats]:
+        """The divergence of each row where both sides have as many heads, its mean (`PairedState`) and row stats."""
         ...
 
     def mixture_rows(
         self, problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``(kl, m_b, ln l_b, s)`` against a mean of heads of ``a`` with normalisers known up to a factor per group.
+        """``(kl, m_b, ln l_b, s)`` against a head mean of ``a``, whose LSE is known up to a shift per head group.
 
-        ``s`` is the sum of the mean over a row's keys. Where ``b`` is summed, the group may be of one head.
+        ``s`` is the sum of the mean over a row's keys. Where ``b`` is head-summed, the head group may have one head.
         """
         ...
 
@@ -68,7 +68,7 @@ class Engine(Protocol):
         self,
         problem: Problem,
         inputs: Inputs,
-        norm: Normalisers,
+        stats: RowStats,
         mean: Tensor | None,
         row_grad: Tensor,
         want_a: bool,
@@ -82,11 +82,11 @@ class Engine(Protocol):
         ...
 
     def train(
-        self, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor
+        self, problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor
     ) -> tuple[Tensor, Gradients, Tensor]:
-        """``sum(weight * kl)``, its gradients to side ``b`` before rounding, contiguous, and the mass, in one sweep.
+        """``sum(weight * kl)``, its gradients to side ``b`` before rounding, contiguous, and the mass, in one pass.
 
-        The mass is the sum of each row's probabilities of ``a``, which tells a wrong LSE; 1 for a row without weight.
+        The mass is the sum of each row's probabilities of ``a``, which reveals a wrong LSE; 1 for a row of weight 0.
         """
         ...
 
@@ -94,10 +94,10 @@ class Engine(Protocol):
 class SparseEngine(Protocol):
     """What ``sparse.ops`` asks of an engine that selects keys and attends to them; not every one does.
 
-    ``block`` consecutive rows of a sequence share a list of keys (`Support.shared_lists`), which are counted from their
-    sequence's first; -1 names none. ``unsupported`` is asked about the problem of the side against itself. One that
-    refuses wrong lists of int32 itself, as ``validation.check_topk`` does where all rows belong to a sequence, has
-    ``checks_lists = True``.
+    ``query_block`` consecutive rows of a sequence share their top-k (`Support.query_blocks`). Keys are counted from the
+    first of their sequence; -1 stands for none. ``unsupported`` is asked about the problem of the side against itself.
+    An engine with ``checks_topk = True`` refuses wrong int32 indices itself, as ``validation.check_topk`` does where
+    all rows belong to a sequence.
     """
 
     def index_topk(
@@ -109,25 +109,25 @@ class SparseEngine(Protocol):
         w: Tensor | None,
         lse: Tensor | None,
         topk: int,
-        block: int,
+        query_block: int,
     ) -> Tensor:
-        """The keys of the highest scores of an indexer, a summed side: ``[B, lists, topk]``, int32, best first.
+        """The keys of an indexer's highest scores: ``[B, query_blocks, topk]``, int32, best first.
 
-        A key's score for several rows is the highest, of each row less its ``lse [B, 1, Nq]`` if given; equal ones go
-        by lower key. Rows that share a list have the keys on their diagonal in front, if ``block > 1``.
+        The score of a key for a query block is the highest of its rows' scores, less their ``lse [B, 1, Nq]`` if
+        given; equal scores go by lower key. If ``query_block > 1``, the keys on the block's diagonal come first.
         """
         ...
 
     def attention_topk(
-        self, support: Support, side: Side, q: Tensor, k: Tensor, lse: Tensor, topk: int, block: int
+        self, support: Support, side: Side, q: Tensor, k: Tensor, lse: Tensor, topk: int, query_block: int
     ) -> Tensor:
-        """The same by the mean over heads of the attention, whose log-sum-exp is ``lse [B, H, Nq]``."""
+        """The same by the head mean of the attention, whose log-sum-exp is ``lse [B, H, Nq]``."""
         ...
 
     def sparse_attention(
-        self, support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int
+        self, support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int
     ) -> Tensor:
-        """Attention over the keys of ``indices [B, lists, K]`` that each row may see: ``[B, H, Nq, Dv]``, 0 of none.
+        """Attention over the selected keys ``indices [B, query_blocks, K]``: ``[B, H, Nq, Dv]``, 0 for a dead row.
 
         Tokens lie outermost in memory: it is the transposed view of ``[B, Nq, H, Dv]``.
         """

@@ -1,11 +1,11 @@
 """The streaming algorithm in plain PyTorch: any device, any dtype, nothing larger than a tile of logits.
 
 Read it beside ``docs/maths.md``: a walk over tiles of rows and keys, a row state (``state.py``) carried along the
-keys, and a backward sweep that recomputes each tile from saved row vectors and adds to dQ and dK at once.
-Rows that see no key are never visited, so their losses and gradients keep the zeros they were allocated with.
+keys, and a backward pass that recomputes each tile from saved row vectors and adds to dQ and dK at once. Rows that see
+no key are never visited, so their losses and gradients keep the zeros they were allocated with.
 
 A side's logits of a tile are made of its heads' scores ``[J, rows, keys]``: one head's, or the weighted sum of an
-indexer's. Where rows name their keys, a tile's keys are gathered, ``[rows, keys, D]``, and everything else is the same.
+indexer's. Selected keys of a tile are gathered, ``[rows, keys, D]``; everything else is the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from streamkl.engines.tiled_attention import sparse_attention
 from streamkl.engines.tiled_topk import attention_topk, index_topk
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support, Tile
-from streamkl.state import LogSumExp, MixtureState, Normalisers, PairedState, mixture_kl, mixture_sums
+from streamkl.state import LogSumExp, MixtureState, PairedState, RowStats, mixture_kl, mixture_sums
 
 __all__ = [
     "attention_topk", "backward", "index_topk", "logsumexp", "mixture_rows", "paired_rows", "sparse_attention", "train",
@@ -36,16 +36,16 @@ DEVICE_BLOCK_Q, DEVICE_BLOCK_K = 2048, 2048
 """Rows and keys of a tile elsewhere, where a launch costs more than the memory."""
 
 TILES_HELD = 8
-"""How many tiles' worth of scores an indexer may hold: with more heads, it takes a part of a tile's rows at a time."""
+"""How many tiles' worth of scores an indexer may hold: with more heads, it takes part of a tile's rows at a time."""
 
-LISTED_Q, LISTED_K = 8, 4
-"""By how much tiles of gathered keys are smaller, since each of their pairs takes a key of its own."""
+GATHERED_Q, GATHERED_K = 8, 4
+"""The factors by which tiles of gathered keys are smaller, since each of their pairs needs its own copy of a key."""
 
 
 def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
-    """Why this engine cannot run the problem there: gathered keys are added to in no order on a GPU."""
+    """Why this engine cannot run the problem there: gradients of gathered keys are added in no order on a GPU."""
     if problem is not None and problem.deterministic and problem.support.topk is not None and device.type != "cpu":
-        return "is not deterministic with topk_indices on a GPU: rows add to the keys they name in any order"
+        return "is not deterministic with topk_indices on a GPU: rows add to their selected keys in any order"
     return None
 
 
@@ -65,15 +65,15 @@ def logsumexp(
     return m, ln_l
 
 
-def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
-    """The divergence of each row, ``[B, R, Nq]``, head by head (``group == 1``), its mean and its normalisers."""
+def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, RowStats]:
+    """The divergence of each row, ``[B, R, Nq]``, head by head (``head_group == 1``), its mean and its row stats."""
     support, device = problem.support, inputs.b_q.device
     side_a, side_b = _operands(problem, inputs)
     kl, mean, *pairs = (
         _rows(inputs.b_q, problem.distributions, problem.dtype, start)
         for start in (0.0, 0.0, -torch.inf, 0.0, -torch.inf, 0.0)
     )
-    norm = Normalisers(*pairs)
+    stats = RowStats(*pairs)
     for r, tiles in _walk(support, problem.distributions, device):
         at = _row_index(r, tiles)
         state = PairedState.identity(kl[at])
@@ -82,17 +82,17 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Norma
             a, b = side_a.tile(r, place), side_b.tile(r, place)
             state = state.merge(PairedState.of_tile(a, b, place.disallowed))
         dead = _dead(support, tiles)
-        norm.m_a[at], norm.ln_l_a[at] = _finished(LogSumExp(state.m_a, state.l_a), dead)
-        norm.m_b[at], norm.ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b), dead)
-        kl[at] = _or_nan(state.kl(), norm.m_a[at] + norm.m_b[at])
+        stats.m_a[at], stats.ln_l_a[at] = _finished(LogSumExp(state.m_a, state.l_a), dead)
+        stats.m_b[at], stats.ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b), dead)
+        kl[at] = _or_nan(state.kl(), stats.m_a[at] + stats.m_b[at])
         mean[at] = state.mean()
-    return kl, mean, norm
+    return kl, mean, stats
 
 
 def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
+    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose row stats are known."""
     support, device = problem.support, inputs.b_q.device
     side_a, side_b = _operands(problem, inputs)
     kl, m_b, ln_l_b, s = (
@@ -103,7 +103,7 @@ def mixture_rows(
         state = MixtureState.identity(kl[at])
         for tile in tiles:
             place = _place(support, tile, device)
-            p = _target(side_a, problem.group, m_a, ln_l_a, r, place)
+            p = _target(side_a, problem.head_group, m_a, ln_l_a, r, place)
             state = state.merge(MixtureState.of_tile(p, side_b.tile(r, place), place.disallowed))
         m_b[at], ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b), _dead(support, tiles))
         kl[at] = _or_nan(state.kl(), m_b[at])
@@ -114,15 +114,15 @@ def mixture_rows(
 def backward(
     problem: Problem,
     inputs: Inputs,
-    norm: Normalisers,
+    stats: RowStats,
     mean: Tensor | None,
     row_grad: Tensor,
     want_a: bool,
     want_b: bool,
 ) -> Gradients:
-    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one sweep for dQ and dK.
+    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one pass for dQ and dK.
 
-    Side ``a`` can want gradients where ``group == 1``; only then is ``mean`` read.
+    Side ``a`` can want gradients where ``head_group == 1``; only then is ``mean`` read.
     """
     support, device = problem.support, inputs.b_q.device
     side_a, side_b = _operands(problem, inputs)
@@ -131,18 +131,18 @@ def backward(
     grads = [grad for grad in (grad_a, grad_b) if grad is not None]
     for r, tiles in _walk(support, problem.distributions, device):
         at = _row_index(r, tiles)
-        weight, m_b, ln_l_b = (x[at].to(problem.dtype)[:, None] for x in (row_grad, norm.m_b, norm.ln_l_b))
+        weight, m_b, ln_l_b = (x[at].to(problem.dtype)[:, None] for x in (row_grad, stats.m_b, stats.ln_l_b))
         for grad in grads:
             grad.begin(at)
         for tile in tiles:
             place = _place(support, tile, device)
             da = scores_a = None
             if grad_a is None:
-                p = _target(side_a, problem.group, norm.m_a, norm.ln_l_a, r, place)
+                p = _target(side_a, problem.head_group, stats.m_a, stats.ln_l_a, r, place)
             else:
                 scores_a = side_a.scores(r, place)
-                da = _masked(side_a.logits(scores_a, place), place) - norm.m_a[at][:, None]
-                p = torch.exp(da - norm.ln_l_a[at][:, None])
+                da = _masked(side_a.logits(scores_a, place), place) - stats.m_a[at][:, None]
+                p = torch.exp(da - stats.ln_l_a[at][:, None])
             for part in side_b.parts(place):
                 scores_b = side_b.scores(r, part)
                 db = _masked(side_b.logits(scores_b, part), part) - m_b[part.of_tile]
@@ -160,8 +160,8 @@ def backward(
     return Gradients(*d_a[:2], *d_b)
 
 
-def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
-    """``sum(weight * kl)``, its gradients to side ``b``, unrounded, and the mass, in one sweep over ``a``."""
+def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
+    """``sum(weight * kl)``, its gradients to side ``b``, unrounded, and the mass, in one pass over ``a``."""
     support, device = problem.support, inputs.b_q.device
     side_a, side_b = _operands(problem, inputs)
     kl, mass = (_rows(inputs.b_q, problem.distributions, problem.dtype, start) for start in (0.0, 1.0))
@@ -169,11 +169,11 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
     for r, tiles in _walk(support, problem.distributions, device):
         at = _row_index(r, tiles)
         s, acc = torch.zeros_like(kl[at]), torch.zeros_like(kl[at])
-        row_weight, m_b, ln_l_b = (x[at][:, None] for x in (weight, norm.m_b, norm.ln_l_b))
+        row_weight, m_b, ln_l_b = (x[at][:, None] for x in (weight, stats.m_b, stats.ln_l_b))
         grad_b.begin(at)
         for tile in tiles:
             place = _place(support, tile, device)
-            p = _target(side_a, problem.group, norm.m_a, norm.ln_l_a, r, place)
+            p = _target(side_a, problem.head_group, stats.m_a, stats.ln_l_a, r, place)
             for part in side_b.parts(place):
                 rows = part.of_tile
                 scores = side_b.scores(r, part)
@@ -191,7 +191,7 @@ def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -
 class _Place(NamedTuple):
     """Where a tile is: its keys as a slice, or ``[rows, keys]`` of indices; and which pairs of it are not allowed.
 
-    Of a part of a tile's rows, ``of_tile`` says which they are.
+    For a part of a tile's rows, ``of_tile`` says which rows they are.
     """
 
     batch: int
@@ -212,7 +212,7 @@ class _Operand(NamedTuple):
 
     def heads(self, r: int) -> slice:
         """The query heads that make distribution ``r``."""
-        return slice(0, self.side.heads) if self.side.summed else slice(r, r + 1)
+        return slice(0, self.side.heads) if self.side.head_summed else slice(r, r + 1)
 
     def q_tile(self, heads: slice, place: _Place) -> Tensor:
         """Queries of a tile, ``[heads, rows, D]``."""
@@ -238,11 +238,11 @@ class _Operand(NamedTuple):
     def parts(self, place: _Place) -> Iterator[_Place]:
         """The tile, or parts of its rows in which the scores of all heads are not too many.
 
-        Tiles are cut, not made smaller, so that the other side's products are the same in every sweep, to the bit.
+        Tiles are cut, not made smaller, so that the other side's products are bit-equal in every pass.
         """
         first, last = place.rows.start, place.rows.stop
         step = max(1, TILES_HELD * _block(self.q.device)[0] // self.side.heads)
-        if not self.side.summed or isinstance(place.keys, Tensor) or last - first <= step:
+        if not self.side.head_summed or isinstance(place.keys, Tensor) or last - first <= step:
             yield place
             return
         for i in range(first, last, step):
@@ -257,7 +257,7 @@ class _Operand(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def score(self, q: Tensor, k: Tensor) -> Tensor:
-        """The scores ``[heads, rows, keys]`` of queries with the keys that they share."""
+        """The scores ``[heads, rows, keys]`` of queries with the keys that the heads share."""
         if k.dim() == 2:
             x = torch.mm(q.flatten(0, 1), k.mT).unflatten(0, q.shape[:2])
         else:
@@ -266,10 +266,10 @@ class _Operand(NamedTuple):
         return x.relu_() if self.side.relu else x
 
     def logits(self, scores: Tensor, place: _Place) -> Tensor:
-        """The tile's logits, ``[rows, keys]``, before the mask; of one head, the scores themselves."""
-        if not self.side.summed:
+        """The tile's logits, ``[rows, keys]``, before the mask; for one head, the scores themselves."""
+        if not self.side.head_summed:
             return scores[0]
-        # One by one: in what order a reduction adds depends on the tile's shape, and two sweeps must agree to the bit.
+        # One by one: the order of a reduction depends on the tile's shape, and two passes must be bit-equal.
         x = torch.zeros_like(scores[0])
         for score, w in zip(scores, itertools.repeat(1.0) if self.w is None else self.w_rows(place), strict=False):
             x += score * w
@@ -282,7 +282,7 @@ def _operands(problem: Problem, inputs: Inputs) -> tuple[_Operand, _Operand]:
 
 
 class _SideGradient:
-    """dQ, dK and dW of one side: dQ and dW are written once a block of rows, dK is added to in the compute dtype."""
+    """dQ, dK and dW of one side: dQ and dW are written once per block of rows, dK is summed in the compute dtype."""
 
     def __init__(self, x: _Operand, rounded: bool) -> None:
         self.x = x
@@ -302,13 +302,13 @@ class _SideGradient:
     def add(self, scores: Tensor, dx: Tensor, weight: Tensor, r: int, place: _Place) -> None:
         """Adds what a tile contributes, from its scores and its logits' unweighted derivative ``dx`` (overwritten).
 
-        Masked pairs and rows of weight 0 add 0 by selection, whatever they hold: ``dx`` is 0 there, and what is not
-        finite, which would make nan of it, is left out of the product. Where such a pair counts, ``dx`` is nan.
+        Masked pairs and rows of weight 0 add exactly 0, whatever they hold: ``dx`` is 0 there, and operands that are
+        not finite, whose product with 0 is nan, are taken as 0. Where such a pair counts, ``dx`` is nan.
         """
         side = self.x.side
         if self.x.w is None:
             dx.mul_(weight * side.scale).masked_fill_(weight == 0, 0.0)
-            dx = dx.expand_as(scores) if side.summed else dx[None]
+            dx = dx.expand_as(scores) if side.head_summed else dx[None]
         else:
             dx.mul_(weight).masked_fill_(weight == 0, 0.0)
             self.w_rows[:, place.of_tile] += (_finite(scores) * dx).sum(-1)
@@ -343,10 +343,10 @@ def _walk(support: Support, heads: int, device: torch.device) -> Iterator[tuple[
     """Every head and block of live rows, with the tiles that the rows see."""
     block_q, block_k = _block(device)
     if support.topk is not None:
-        block_q, block_k = max(1, block_q // LISTED_Q), max(1, block_k // LISTED_K)
+        block_q, block_k = max(1, block_q // GATHERED_Q), max(1, block_k // GATHERED_K)
     for seq in support.sequences():
         for head in range(heads):
-            for tiles in support.tiles(seq, block_q, block_k, support.list_of(head, heads)):
+            for tiles in support.tiles(seq, block_q, block_k, support.topk_head(head, heads)):
                 yield head, tiles
 
 
@@ -361,14 +361,14 @@ def _row_index(head: int, tiles: list[Tile]) -> tuple[int, int, slice]:
 
 
 def _operand(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tile of q or k as the products want it: other strides take a slower, less exact way through the library."""
+    """A tile of q or k as the products need it: for other strides the library is slower and less exact."""
     return tile.to(dtype).contiguous()
 
 
-def _target(a: _Operand, group: int, m_a: Tensor, ln_l_a: Tensor, r: int, place: _Place) -> Tensor:
+def _target(a: _Operand, head_group: int, m_a: Tensor, ln_l_a: Tensor, r: int, place: _Place) -> Tensor:
     """The tile of ``p``: the mean over the heads of ``a`` that distribution ``r`` is compared with."""
     p = k_tile = None
-    for head in range(r * group, (r + 1) * group):
+    for head in range(r * head_group, (r + 1) * head_group):
         if k_tile is None or a.side.kv_head(head) != a.side.kv_head(head - 1):
             k_tile = a.k_tile(head, place)
         x = a.score(a.q_tile(slice(head, head + 1), place), k_tile)[0]
@@ -376,23 +376,23 @@ def _target(a: _Operand, group: int, m_a: Tensor, ln_l_a: Tensor, r: int, place:
         x.sub_(m_a[at][:, None]).sub_(ln_l_a[at][:, None]).exp_()
         p = x if p is None else p.add_(x)
     assert p is not None, "a distribution has at least one head of a"
-    return _masked(p.div_(group), place, 0.0)
+    return _masked(p.div_(head_group), place, 0.0)
 
 
 def _place(support: Support, tile: Tile, device: torch.device) -> _Place:
     if support.topk is not None:
-        keys = support.listed_keys(tile)
+        keys = support.selected_keys(tile)
         return _Place(tile.batch, tile.rows, keys.clamp_min(0), keys < 0)
     return _Place(tile.batch, tile.rows, tile.keys, support.disallowed(tile, device))
 
 
 def _dead(support: Support, tiles: list[Tile]) -> Tensor | None:
-    """Which rows of a block name no key that they may see; ``None`` where rows that see none are not visited."""
+    """Which rows of a block see none of their selected keys; ``None`` where dead rows are not visited."""
     if support.topk is None:
         return None
     dead = None
     for tile in tiles:
-        of_tile = (support.listed_keys(tile) < 0).all(-1)
+        of_tile = (support.selected_keys(tile) < 0).all(-1)
         dead = of_tile if dead is None else dead & of_tile
     return dead
 
@@ -407,14 +407,14 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _finished(state: LogSumExp, dead: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``(m, ln l)`` of visited rows: where one that sees a key has a maximum of -inf, logits overflowed."""
+    """``(m, ln l)`` of visited rows: where one that sees a key has a row max of -inf, logits overflowed."""
     m, ln_l = state.pair()
     overflowed = m == -torch.inf if dead is None else (m == -torch.inf) & ~dead
     return torch.where(overflowed, torch.nan, m), ln_l
 
 
 def _or_nan(kl: Tensor, m: Tensor) -> Tensor:
-    """The row losses, nan where a maximum is."""
+    """The row losses, nan where the row max is nan."""
     return torch.where(m.isnan(), m, kl)
 
 

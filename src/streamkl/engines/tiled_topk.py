@@ -1,8 +1,8 @@
-"""The plain PyTorch engine's selection: the best keys of each row, or of rows that share a list, tile by tile.
+"""The plain PyTorch engine's selection: the best keys of each query block, tile by tile.
 
-A block of rows keeps its best keys so far while the tiles of keys go by, so memory is ``O(Nq * topk)`` for the answer
-and a constant beside it. Equal scores go to the lower key, so that the answer does not depend on tiles or on a device's
-way to sort.
+A block of rows keeps its best keys so far while it walks the tiles of keys, so memory is ``O(Nq * topk)`` for the
+result and a constant beside it. Equal scores go to the lower key, so that the result depends neither on tiles nor on
+how a device sorts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from torch import Tensor
 from streamkl.problem import Sequence, Side, Support, Tile
 
 BLOCK_Q, BLOCK_K = 256, 2048
-"""Rows and keys of a tile: wide, because what is kept of a row is looked through again at every tile."""
+"""Rows and keys of a tile: wide, because the keys that a row keeps are ranked again at every tile."""
 
 
 def index_topk(
-    support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, lse: Tensor | None, topk: int, block: int
+    support: Support,
+    side: Side,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    lse: Tensor | None,
+    topk: int,
+    query_block: int,
 ) -> Tensor:
-    """The keys of the highest scores of an indexer, ``[B, lists, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
+    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
 
     def scores(tile: Tile) -> Tensor:
         keys = k[tile.batch, 0, tile.keys].to(dtype)
@@ -34,11 +41,13 @@ def index_topk(
         return total if lse is None else total - lse[tile.batch, 0, tile.rows, None].to(dtype)
 
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return _best_keys(support, topk, block, scores, q.device)
+    return _best_keys(support, topk, query_block, scores, q.device)
 
 
-def attention_topk(support: Support, side: Side, q: Tensor, k: Tensor, lse: Tensor, topk: int, block: int) -> Tensor:
-    """The keys of the highest attention, mean over heads, ``[B, lists, topk]``; ``lse [B, H, Nq]``."""
+def attention_topk(
+    support: Support, side: Side, q: Tensor, k: Tensor, lse: Tensor, topk: int, query_block: int
+) -> Tensor:
+    """The keys of the highest head-mean attention, ``[B, query_blocks, topk]``; ``lse [B, H, Nq]``."""
 
     def scores(tile: Tile) -> Tensor:
         total = torch.zeros((), dtype=dtype, device=q.device)
@@ -49,29 +58,31 @@ def attention_topk(support: Support, side: Side, q: Tensor, k: Tensor, lse: Tens
         return total.div_(side.heads)
 
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return _best_keys(support, topk, block, scores, q.device)
+    return _best_keys(support, topk, query_block, scores, q.device)
 
 
 def _best_keys(
-    support: Support, topk: int, block: int, tile_scores: Callable[[Tile], Tensor], device: torch.device
+    support: Support, topk: int, query_block: int, tile_scores: Callable[[Tile], Tensor], device: torch.device
 ) -> Tensor:
-    """The best keys of every list; ``tile_scores`` gives ``[rows, keys]`` of a tile, before the mask."""
-    out = torch.full((support.batch, support.list_count(block), topk), -1, dtype=torch.int32, device=device)
-    step = max(1, BLOCK_Q // block) * block
-    for seq, first_list in support.shared_lists(block):
+    """The best keys of every query block; ``tile_scores`` gives ``[rows, keys]`` of a tile, before the mask."""
+    out = torch.full(
+        (support.batch, support.query_block_count(query_block), topk), -1, dtype=torch.int32, device=device
+    )
+    step = max(1, BLOCK_Q // query_block) * query_block
+    for seq, first_block in support.query_blocks(query_block):
         first, last = support.live_rows(seq)
-        for i0 in range(first // block * block, last, step):
+        for i0 in range(first // query_block * query_block, last, step):
             start, end = max(i0, first), min(i0 + step, last)
             best = None
             for tile in support.row_tiles(seq, start, end, BLOCK_K):
                 scores = _masked(tile_scores(tile), support, tile)
-                if block > 1:
-                    scores = _shared(scores, block, start - i0)
-                    _favour_diagonal(scores, seq, tile, i0, start, end, block)
+                if query_block > 1:
+                    scores = _block_scores(scores, query_block, start - i0)
+                    _favour_diagonal(scores, seq, tile, i0, start, end, query_block)
                 candidates = Candidates.of_tile(scores, tile, seq.k_start)
                 best = candidates.best(topk) if best is None else best.and_then(candidates).best(topk)
             assert best is not None, "a block of live rows sees a tile"
-            at = first_list + i0 // block
+            at = first_block + i0 // query_block
             out[seq.batch, at : at + best.keys.shape[0]] = best.ordered(topk)
     return out
 
@@ -82,19 +93,21 @@ def _masked(x: Tensor, support: Support, tile: Tile) -> Tensor:
     return x.masked_fill(x.isnan() if disallowed is None else x.isnan() | disallowed, -torch.inf)
 
 
-def _shared(scores: Tensor, block: int, before: int) -> Tensor:
-    """The highest score of each ``block`` rows, ``[lists, keys]``; ``before`` rows of the first are missing."""
-    after = -(before + scores.shape[0]) % block
+def _block_scores(scores: Tensor, query_block: int, before: int) -> Tensor:
+    """The highest score per query block, ``[query_blocks, keys]``; ``before`` rows of the first are missing."""
+    after = -(before + scores.shape[0]) % query_block
     scores = torch.nn.functional.pad(scores, (0, 0, before, after), value=-torch.inf)
-    highest = torch.finfo(scores.dtype).max  # what is infinite is kept for the diagonal
-    return scores.unflatten(0, (-1, block)).amax(1).clamp_(max=highest)
+    highest = torch.finfo(scores.dtype).max  # inf is reserved for the diagonal
+    return scores.unflatten(0, (-1, query_block)).amax(1).clamp_(max=highest)
 
 
-def _favour_diagonal(scores: Tensor, seq: Sequence, tile: Tile, i0: int, start: int, end: int, block: int) -> None:
-    """Puts the keys on the diagonal of each list's rows in front of all others; rows are ``[start, end)``."""
+def _favour_diagonal(
+    scores: Tensor, seq: Sequence, tile: Tile, i0: int, start: int, end: int, query_block: int
+) -> None:
+    """Puts the keys on the diagonal of each query block before all others; rows are ``[start, end)``."""
     keys = torch.arange(tile.keys.start - seq.k_start, tile.keys.stop - seq.k_start, device=scores.device)
-    lists = torch.arange(scores.shape[0], device=scores.device)[:, None] * block + i0
-    first, last = lists.clamp(min=start) + seq.diagonal, (lists + block).clamp(max=end) + seq.diagonal
+    row = torch.arange(scores.shape[0], device=scores.device)[:, None] * query_block + i0  # the first of each block
+    first, last = row.clamp(min=start) + seq.diagonal, (row + query_block).clamp(max=end) + seq.diagonal
     scores.masked_fill_((keys >= first) & (keys < last), torch.inf)
 
 
@@ -118,7 +131,7 @@ class Candidates(NamedTuple):
     def best(self, topk: int) -> Candidates:
         """The ``topk`` highest scores, still by rising key; of those that tie for the last places, the first keys.
 
-        ``torch.topk`` alone may take any of them. It gives the lowest score that gets a place, and the rest follows.
+        ``torch.topk`` alone may take any of a tie, so it only gives the lowest score that gets a place.
         """
         if self.scores.shape[-1] <= topk:
             return self

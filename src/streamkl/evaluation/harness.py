@@ -23,14 +23,14 @@ class SparseLM(HFLM):
         pretrained: A name or a folder.
         selector: ``oracle``, ``window`` or ``random``; if not given, the indexers, or what the model was saved with.
         topk: How many keys a list has; 256 with a selector, what the indexers were saved with without.
-        block: How many queries share a list; 64, or the same.
+        query_block: How many queries share a list; 64, or the same.
         indexers: A folder of indexers.
         decode: ``sparse`` or ``dense``: how the tokens after a prompt attend; sparse, or as a model was saved.
         kwargs: As ``hf`` takes them.
     """
 
     def __init__(
-        self, pretrained: Any, selector: str | None = None, topk: int | None = None, block: int | None = None,
+        self, pretrained: Any, selector: str | None = None, topk: int | None = None, query_block: int | None = None,
         indexers: str | None = None, decode: Any = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         if str(kwargs.get("batch_size") or 1) != "1":
@@ -41,8 +41,8 @@ class SparseLM(HFLM):
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}: got {selector!r}")
         if selector is not None and indexers is not None:
             raise ValueError("selector and indexers are two ways to select: give one of them")
-        if selector is None and indexers is None and (topk is not None or block is not None):
-            raise ValueError("topk and block go with a selector or with indexers: give one of them")
+        if selector is None and indexers is None and (topk is not None or query_block is not None):
+            raise ValueError("topk and query_block go with a selector or with indexers: give one of them")
         super().__init__(pretrained, **kwargs)  # pyright: ignore[reportCallIssue]  # lm-eval's decorator hides its types
         model: Any = self.model  # pyright: ignore[reportAttributeAccessIssue]
         saved_sparse = getattr(model, "streamkl", None)
@@ -51,14 +51,16 @@ class SparseLM(HFLM):
         if selector is not None:
             sparsify(
                 model,
-                Method(selector, 256 if topk is None else topk, 64 if block is None else block).make(),
+                Method(selector, 256 if topk is None else topk, 64 if query_block is None else query_block).make(),
                 decode=decode,
             )
         elif indexers is not None:
             loaded, saved = load_indexers(indexers, model)
             activation = next(iter(loaded.values())).activation  # pyright: ignore[reportAttributeAccessIssue]
             chosen = Method(
-                "indexer", saved.topk if topk is None else topk, saved.block if block is None else block
+                "indexer",
+                saved.topk if topk is None else topk,
+                saved.query_block if query_block is None else query_block,
             ).make(activation)  # pyright: ignore
             sparsify(model, chosen, loaded, decode=decode)
         elif saved_sparse is None:

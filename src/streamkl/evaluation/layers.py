@@ -45,7 +45,7 @@ def look(subject: Subject, ids: list[int], methods: list[Method]) -> dict[Method
             call = call._replace(lse=lse)
             for method in mine:
                 lists = subject.selector(method).select(call)
-                lists = lists.repeat_interleave(method.block, 1)[:, : call.q.shape[2]]
+                lists = lists.repeat_interleave(method.query_block, 1)[:, : call.q.shape[2]]
                 asked = {"scale": call.scale, "lse": lse}
                 found[method].recall[attended.layer] = float(streamkl.topk_recall(call.q, call.k, lists, **asked))
                 found[method].mass[attended.layer] = float(streamkl.attention_mass(call.q, call.k, lists, **asked))

@@ -1,4 +1,4 @@
-"""What is compared: dense attention, and every selector with every budget and block."""
+"""What is compared: dense attention, and every selector with every budget and query_block."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Method(NamedTuple):
     Attributes:
         selector: ``dense``, a name of `SELECTORS`, or the name of a folder of indexers.
         topk: The budget: how many keys a list has.
-        block: How many queries share a list.
+        query_block: How many queries share a list.
     """
 
     selector: str
     topk: int = 0
-    block: int = 0
+    query_block: int = 0
 
     @property
     def name(self) -> str:
         """As records have it: ``dense``, ``oracle k256 b64``."""
-        return self.selector if self == DENSE else f"{self.selector} k{self.topk} b{self.block}"
+        return self.selector if self == DENSE else f"{self.selector} k{self.topk} b{self.query_block}"
 
     def make(self, activation: str | None = "relu") -> Selector:
         """The selector; not for dense attention. Indexers compare probabilities, which they were trained to give.
@@ -37,14 +37,14 @@ class Method(NamedTuple):
             activation: Of the indexers, if it is one of theirs.
         """
         if self.selector in SELECTORS:
-            return SELECTORS[self.selector](self.topk, self.block)
-        return IndexerSelector(self.topk, self.block, activation, normalise=True)  # pyright: ignore[reportArgumentType]
+            return SELECTORS[self.selector](self.topk, self.query_block)
+        return IndexerSelector(self.topk, self.query_block, activation, normalise=True)  # pyright: ignore[reportArgumentType]
 
 
 DENSE = Method("dense")
 
 
-def grid(selectors: Sequence[str], budgets: Sequence[int], blocks: Sequence[int], length: int) -> list[Method]:
+def grid(selectors: Sequence[str], budgets: Sequence[int], query_blocks: Sequence[int], length: int) -> list[Method]:
     """Dense attention and all combinations; a budget of ``length`` keys or more is dense attention and left out."""
-    found = [Method(*each) for each in itertools.product(selectors, budgets, blocks)]
+    found = [Method(*each) for each in itertools.product(selectors, budgets, query_blocks)]
     return [DENSE, *(method for method in dict.fromkeys(found) if method.topk < length)]

@@ -17,7 +17,7 @@ class Plan:
         lengths: Tokens of a context.
         selectors: Names of ``SELECTORS``, and of folders of indexers.
         budgets: How many keys a list has.
-        blocks: How many queries share a list.
+        query_blocks: How many queries share a list.
         contexts: How many there are of each length and task with an answer.
         segments: How many passages of each length are scored for perplexity.
         layer_segments: On how many of these each layer's lists are looked at.
@@ -28,7 +28,7 @@ class Plan:
     lengths: tuple[int, ...] = (2048,)
     selectors: tuple[str, ...] = ("oracle", "window", "random")
     budgets: tuple[int, ...] = (256,)
-    blocks: tuple[int, ...] = (1, 64)
+    query_blocks: tuple[int, ...] = (1, 64)
     contexts: int = 200
     segments: int = 40
     layer_segments: int = 2
@@ -38,9 +38,9 @@ class Plan:
         for task in self.tasks:
             if task not in TASKS:
                 raise ValueError(f"a task is one of {', '.join(TASKS)}: got {task!r}")
-        if self.lengths and self.blocks and self.largest_block > min(self.lengths):
-            raise ValueError(f"a block of {self.largest_block} queries is longer than {min(self.lengths)} tokens")
-        for name in ("lengths", "budgets", "blocks"):
+        if self.lengths and self.query_blocks and self.largest_block > min(self.lengths):
+            raise ValueError(f"a query block of {self.largest_block} queries is longer than {min(self.lengths)} tokens")
+        for name in ("lengths", "budgets", "query_blocks"):
             wrong = [number for number in getattr(self, name) if number < (2 if name == "lengths" else 1)]
             if wrong or not getattr(self, name):
                 raise ValueError(
@@ -50,8 +50,8 @@ class Plan:
     @property
     def largest_block(self) -> int:
         """Whose last rows are scored apart."""
-        return max(self.blocks)
+        return max(self.query_blocks)
 
     def methods(self, length: int) -> list[Method]:
         """What is compared at a length."""
-        return grid(self.selectors, self.budgets, self.blocks, length)
+        return grid(self.selectors, self.budgets, self.query_blocks, length)

@@ -50,7 +50,7 @@ def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[Laye
 
 
 def quality(figures: list[Figure]) -> Picture | None:
-    """Quality against budget: a row a length, a column a task, a line for each selector and block."""
+    """Quality against budget: a row a length, a column a task, a line for each selector and query_block."""
     tasks, lengths = _tasks(figures), sorted({f.length for f in figures})
     if not any(f.method != DENSE for f in figures):
         return None
@@ -129,7 +129,7 @@ def gap_bars(gaps: list[Gap]) -> Picture | None:
     if not gaps:
         return None
     tasks, lengths = list(dict.fromkeys(g.task for g in gaps)), sorted({g.length for g in gaps})
-    ordered = sorted(gaps, key=lambda g: (list(GAPS).index(g.kind), g.block))
+    ordered = sorted(gaps, key=lambda g: (list(GAPS).index(g.kind), g.query_block))
     kinds = list(dict.fromkeys(_kind(g) for g in ordered))
     picture, grid = _grid(tasks, lengths, width=1.4 + 1.1 * len(kinds), height=2.8)
     budgets = sorted({g.topk for g in gaps})
@@ -182,7 +182,7 @@ def heat_map(layers: list[LayerFigure]) -> Picture | None:
 def _kind(gap: Gap) -> str:
     """What a group of bars is called."""
     selector = method_of(gap.worse).selector
-    return f"{GAPS[gap.kind]}\n{selector},\n{_sharing(gap.block)}"
+    return f"{GAPS[gap.kind]}\n{selector},\n{_sharing(gap.query_block)}"
 
 
 def _tasks(figures: list[Figure]) -> list[str]:
@@ -230,8 +230,8 @@ def _dense(axes: Axes, here: list[Figure], task: str, label: str | None = "dense
 
 def _line(axes: Axes, x: list[float], y: list[Estimate], method: Method, figures: list[Figure]) -> None:
     colour, marker, style = _style(method, figures)
-    label = f"{NAMES.get(method.selector, method.selector)}, {_sharing(method.block)}"
-    filled = colour if method.block == 1 else "white"
+    label = f"{NAMES.get(method.selector, method.selector)}, {_sharing(method.query_block)}"
+    filled = colour if method.query_block == 1 else "white"
     axes.plot(
         x, [e.value for e in y], marker=marker, linestyle=style, color=colour, markerfacecolor=filled, label=label
     )
@@ -242,8 +242,8 @@ def _line(axes: Axes, x: list[float], y: list[Estimate], method: Method, figures
 def _style(method: Method, figures: list[Figure]) -> tuple[str, str, str]:
     others = list(dict.fromkeys(f.method.selector for f in figures if f.method.selector not in (*COLOURS, "dense")))
     colours = {**COLOURS, **{name: MORE_COLOURS[n % len(MORE_COLOURS)] for n, name in enumerate(others)}}
-    blocks = sorted({f.method.block for f in figures if f.method != DENSE})
-    n = blocks.index(method.block)
+    query_blocks = sorted({f.method.query_block for f in figures if f.method != DENSE})
+    n = query_blocks.index(method.query_block)
     return colours[method.selector], "osD^v"[n % 5], ("-", "--", ":", "-.")[n % 4]
 
 
@@ -264,16 +264,16 @@ def _seconds_axis(axes: Axes, seconds: list[float]) -> None:
     axes.minorticks_off()
 
 
-def _sharing(block: int) -> str:
-    return "a list a query" if block == 1 else f"a list for {block} queries"
+def _sharing(query_block: int) -> str:
+    return "a list a query" if query_block == 1 else f"a list for {query_block} queries"
 
 
 def _lines(here: list[Figure]) -> list[list[Figure]]:
-    """The points of each selector and block, in the order of first appearance, by rising budget."""
+    """The points of each selector and query_block, in the order of first appearance, by rising budget."""
     found: dict[tuple[str, int], list[Figure]] = {}
     for f in here:
         if f.method != DENSE:
-            found.setdefault((f.method.selector, f.method.block), []).append(f)
+            found.setdefault((f.method.selector, f.method.query_block), []).append(f)
     return [sorted(points, key=lambda f: f.method.topk) for points in found.values()]
 
 

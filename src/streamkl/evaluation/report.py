@@ -21,7 +21,7 @@ TITLES = {
 GAPS = {
     "oracle": "oracle gap: dense attention to the best keys of every query (the budget)",
     "indexer": "indexer gap: the best keys to those an indexer predicts (the prediction)",
-    "realization": "realization gap: a list a query to a list a block (the sharing)",
+    "realization": "realization gap: per-query top-k to top-k shared by a query block",
 }
 
 
@@ -89,7 +89,7 @@ def markdown(
         if task == "perplexity":
             lines += [
                 f"Queries that share a list choose for one another, so a later one may choose for an earlier one whose "
-                f"next token is scored. The last query of a block has none after it: `last rows` is of every "
+                f"next token is scored. The last query of a query block has none after it: `last rows` is of every "
                 f"{run['largest_block']}th row alone, the same rows for every method.", "",
             ]  # fmt: skip
     if lost:

@@ -111,7 +111,7 @@ class Evaluation:
 
     def _warm_up(self, steps: list[Step]) -> None:
         """Runs every kind of method on a few tokens, so that no measured prefill waits for an engine to be built."""
-        kinds = {(method.selector, method.block): method for step in steps for method in step.methods}
+        kinds = {(method.selector, method.query_block): method for step in steps for method in step.methods}
         for method in kinds.values():
             self.subject.use(method)
             self.subject.losses(self.haystack.encode(self.haystack.books[0].text[:64])[:16] * 2)
@@ -127,7 +127,7 @@ class Evaluation:
     def _scored(self, context: Context) -> dict[str, Any]:
         losses = self.subject.losses(context.ids)
         rows = losses.rows.double()
-        # The last query of a block has no later one that chooses keys for it.
+        # The last query of a query block has no later one that chooses keys for it.
         last = rows[self.plan.largest_block - 1 :: self.plan.largest_block]
         return {
             "nll": float(rows.sum()), "tokens": len(rows), "nll_last": float(last.sum()), "tokens_last": len(last),

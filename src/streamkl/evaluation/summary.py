@@ -27,7 +27,7 @@ class Figure(NamedTuple):
         quality: The rate of right answers, from 0 to 1, or the perplexity.
         change: Against dense attention on the same contexts: the difference of rates, or the share by which the
             perplexity is higher.
-        change_last: The same for perplexity, on the last row of each block alone; ``None`` for rates.
+        change_last: The same for perplexity, on the last row of each query block alone; ``None`` for rates.
         seconds: The median time of a prefill.
     """
 
@@ -45,11 +45,11 @@ class Gap(NamedTuple):
     """What is lost between two methods, positive for a loss: points of rates, or percent of perplexity.
 
     Attributes:
-        kind: ``oracle`` (the budget), ``indexer`` (the prediction) or ``realization`` (the block).
+        kind: ``oracle`` (the budget), ``indexer`` (the prediction) or ``realization`` (the query block).
         task: The task.
         length: Tokens of a context.
         topk: The budget.
-        block: Of the worse method.
+        query_block: Of the worse method.
         better: What it is compared with.
         worse: The method that loses.
         loss: How much, in percent.
@@ -59,7 +59,7 @@ class Gap(NamedTuple):
     task: str
     length: int
     topk: int
-    block: int
+    query_block: int
     better: str
     worse: str
     loss: Estimate
@@ -81,7 +81,7 @@ def method_of(name: str) -> Method:
     Example:
         >>> from streamkl.evaluation.summary import method_of
         >>> method_of("oracle k256 b64")
-        Method(selector='oracle', topk=256, block=64)
+        Method(selector='oracle', topk=256, query_block=64)
     """
     found = re.fullmatch(r"(.+) k(\d+) b(\d+)", name)
     return DENSE if found is None else Method(found[1], int(found[2]), int(found[3]))
@@ -105,7 +105,7 @@ def gaps(records: Iterable[Record]) -> list[Gap]:
             if (task, length, better) in found:
                 worse, other = found[task, length, method], found[task, length, better]
                 lost = _change(worse, other).scaled(100.0 if task == "perplexity" else -100.0)
-                listed.append(Gap(kind, task, length, method.topk, method.block, better.name, method.name, lost))
+                listed.append(Gap(kind, task, length, method.topk, method.query_block, better.name, method.name, lost))
     return listed
 
 
@@ -157,10 +157,10 @@ def _pairs(method: Method) -> list[tuple[str, Method]]:
     listed = []
     if method.selector != "oracle":
         listed.append(("indexer", method._replace(selector="oracle")))
-    elif method.block == 1:
+    elif method.query_block == 1:
         listed.append(("oracle", DENSE))
-    if method.block > 1:
-        listed.append(("realization", method._replace(block=1)))
+    if method.query_block > 1:
+        listed.append(("realization", method._replace(query_block=1)))
     return listed
 
 

@@ -1,6 +1,6 @@
-"""Indexers as modules: what projects hidden states to index queries and keys, and trains by ``streamkl.indexer_kl``.
+"""Indexers as modules, which project hidden states to index queries and keys and train with ``streamkl.indexer_kl``.
 
-They stand on the public functions and on ``streamkl.sparse``; nothing in the core imports them.
+They use the public functions and ``streamkl.sparse``; nothing in the core imports them.
 """
 
 from streamkl.indexer.base import Indexer, IndexTensors

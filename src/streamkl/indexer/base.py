@@ -1,4 +1,4 @@
-"""What every indexer can do with the tensors it projects: dense scores, the loss, and a streaming top-k."""
+"""The base class of indexers: dense scores, the loss and a streaming top-k of the tensors that an indexer projects."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Activation = Literal["relu"] | None
 
 
 class Indexer(nn.Module, ABC):
-    """An indexer over one sequence of hidden states, which are its queries and its keys.
+    """An indexer whose queries and keys come from the same hidden states.
 
-    Hidden states are ``[B, N, hidden_dim]``, or packed ``[T, hidden_dim]`` with ``cu_seqlens``. A subclass writes
-    ``forward``. For other queries than keys (a chunk against a cache), call ``forward`` for each, and
-    ``streamkl.indexer_kl`` or ``streamkl.sparse.index_topk`` with what it returns.
+    Hidden states are ``[B, N, hidden_dim]``, or packed (varlen) ``[T, hidden_dim]`` with ``cu_seqlens``. A subclass
+    defines ``forward``. Where queries and keys have different tokens (a chunk against a cache), call ``forward`` for
+    each, and pass the results to ``streamkl.indexer_kl`` or ``streamkl.sparse.index_topk``.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Indexer(nn.Module, ABC):
         """Projects hidden states.
 
         Args:
-            hidden: ``[B, N, hidden_dim]``, or packed ``[T, hidden_dim]``: gives the keys, and what else the kind of
-                indexer takes from it.
-            query: ``[B, N, query_dim]``, packed ``[T, query_dim]``: gives the queries; ``hidden`` if not given.
+            hidden: ``[B, N, hidden_dim]``, or packed ``[T, hidden_dim]``: input of the keys, and of the head weights
+                if the indexer has them.
+            query: ``[B, N, query_dim]``, packed ``[T, query_dim]``: input of the queries; ``hidden`` if not given.
             positions: ``[B, N]`` or ``[N]``, packed ``[T]``: from 0 on in each sequence if not given.
             position_embeddings: ``(cos, sin)`` in place of positions, each ``[B, N, rope_dim]``, ``[1, N, rope_dim]``
                 or ``[N, rope_dim]``, as transformers' rotary embeddings return them.
@@ -80,9 +80,9 @@ class Indexer(nn.Module, ABC):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Every score, dense: ``[B, N, N]``, packed ``[T, T]``, ``-inf`` where a query may not see a key.
+        """All scores as a dense matrix: ``[B, N, N]``, packed ``[T, T]``, ``-inf`` where a query may not see a key.
 
-        It is differentiable, and for small inputs: to look at, and to test with. ``loss`` and ``topk`` never build it.
+        Differentiable. For inspection and tests with small inputs: ``loss`` and ``topk`` never build it.
         """
         q, k, w = self(
             hidden, query, positions=positions, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens
@@ -114,8 +114,8 @@ class Indexer(nn.Module, ABC):
     ) -> Tensor:
         """``streamkl.indexer_kl`` of this indexer against a teacher: the KL from the mean of the teacher's heads.
 
-        ``hidden``, ``query`` and the teacher are constants here: the loss trains the indexer and nothing else, as in
-        DeepSeek-V3.2 and its relatives. Arguments that ``forward`` does not have are those of ``indexer_kl``.
+        ``hidden``, ``query`` and the teacher are constants: the loss trains only the indexer, as in DeepSeek-V3.2.
+        Arguments that ``forward`` does not have are those of ``indexer_kl``.
         """
         q, k, w = self(
             hidden.detach(),
@@ -135,25 +135,27 @@ class Indexer(nn.Module, ABC):
     def topk(
         self,
         hidden: Tensor,
-        k: int,
+        topk: int,
         query: Tensor | None = None,
         *,
+        query_block: int = 1,
         causal: bool = True,
         window: tuple[int, int] | None = None,
         positions: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """The ``k`` keys of the highest scores of each query: ``[B, N, k]``, packed ``[T, k]``, int32, -1 for no key.
+        """The keys of the highest scores per query block: ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``.
 
-        Streaming, best first, equal scores by lower index: see `streamkl.sparse.index_topk`.
+        int32, padded with -1, best first, equal scores by lower index: the arguments and the result are those of
+        `streamkl.sparse.index_topk`. By default the top-k is per query, ``[B, N, topk]``, packed ``[T, topk]``.
         """
         index_q, index_k, index_w = self(
             hidden, query, positions=positions, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens
         )
         return index_topk(
-            index_q, index_k, index_w, topk=k, activation=self.activation, causal=causal, window=window,
-            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            index_q, index_k, index_w, topk=topk, query_block=query_block, activation=self.activation, causal=causal,
+            window=window, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
         )  # fmt: skip
 
     def _tempered(self, q: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ class Indexer(nn.Module, ABC):
                 positions = _positions(k.shape[-2], cu_seqlens, k.device)
             position_embeddings = rope_tables(positions, self.rope_dim, self.rope_base)
         elif positions is not None:
-            raise ValueError("positions and position_embeddings say the same thing: got both")
+            raise ValueError("positions and position_embeddings exclude each other: got both")
         cos, sin = (_for_tokens(name, x, k) for name, x in zip(("cos", "sin"), position_embeddings, strict=True))
         if cos.shape[-1] != self.rope_dim:
             raise ValueError(f"position_embeddings must have rope_dim = {self.rope_dim} dims: got {cos.shape[-1]}")
@@ -194,7 +196,7 @@ def check_hidden(hidden: Tensor, query: Tensor, cu_seqlens: Tensor | None) -> No
 
 
 def _positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """``[tokens]``: positions from 0 on, in each packed sequence anew."""
+    """``[tokens]``: positions from 0 on, starting again in each packed sequence."""
     positions = torch.arange(tokens, device=device)
     if cu_seqlens is None:
         return positions
@@ -203,7 +205,7 @@ def _positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> 
 
 
 def _for_tokens(name: str, table: Tensor, k: Tensor) -> Tensor:
-    """A table ``[B or 1, N, dim]`` or ``[N, dim]`` as one that broadcasts with ``k [B, N, D]`` or ``[T, D]``."""
+    """A table ``[B or 1, N, dim]`` or ``[N, dim]`` in a shape that broadcasts with ``k [B, N, D]`` or ``[T, D]``."""
     if k.dim() == 2 and table.dim() == 3 and table.shape[0] == 1:  # transformers keeps a batch of 1 where it packs
         table = table[0]
     if table.dim() > k.dim() or table.shape[-2] != k.shape[-2] or table.shape[:-2] not in ((), (1,), k.shape[:-2]):

@@ -1,4 +1,4 @@
-"""An indexer of one head, for checkpoints that have none: what converts a GQA model to sparse attention."""
+"""An indexer of one head, to convert a GQA checkpoint without an indexer to sparse attention."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class HeadIndexer(Indexer):
     Args:
         hidden_dim: Width of the hidden states.
         head_dim: Width of the head.
-        query_dim: Width of what the queries are made of; ``hidden_dim`` if not given.
+        query_dim: Width of the input of the queries; ``hidden_dim`` if not given.
         rope_dim: How many dims are rotated, the first ones; all if not given.
         rope_layout: ``"half"`` or ``"interleaved"``.
         rope_base: Base of the frequencies where positions, not cosines and sines, are given.
         activation: ``"relu"``, or ``None`` for none.
         eps: Of the LayerNorm.
-        temperature: Learn a temperature that the scores are divided by, from 1 on.
+        temperature: Learn a temperature that divides the scores; it starts at 1.
 
     Example:
         >>> import torch

@@ -18,7 +18,7 @@ class LightningIndexer(Indexer):
 
     Args:
         hidden_dim: Width of the hidden states.
-        query_dim: Width of what the queries are made of; ``hidden_dim`` if not given.
+        query_dim: Width of the input of the queries; ``hidden_dim`` if not given.
         heads: Index heads.
         head_dim: Width of a head.
         rope_dim: How many dims of a head are rotated, the first ones.
@@ -26,7 +26,7 @@ class LightningIndexer(Indexer):
         rope_base: Base of the frequencies where positions, not cosines and sines, are given.
         activation: ``"relu"``, or ``None`` for none.
         eps: Of the LayerNorm.
-        temperature: Learn a temperature that the scores are divided by, from 1 on.
+        temperature: Learn a temperature that divides the scores; it starts at 1.
 
     Example:
         >>> import torch

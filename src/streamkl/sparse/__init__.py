@@ -1,7 +1,7 @@
-"""Which keys a query needs, attention over them, and what a selection is worth.
+"""Top-k selection of keys, attention over selected keys, and diagnostics of a selection.
 
-It stands on the public functions, ``problem`` and operators of its own (``ops.py``); ``streamkl`` exports its
-diagnostics, ``streamkl.indexer`` uses its selection.
+It uses the public functions, ``problem`` and operators of its own (``ops.py``); ``streamkl`` exports its diagnostics,
+``streamkl.indexer`` uses its selection.
 """
 
 from streamkl.sparse.arguments import IndexTensors

@@ -1,7 +1,7 @@
 """From a caller's arguments to tensors in one layout and the keys that each row may see, or a ``ValueError``.
 
-Values of ``cu_seqlens`` are checked by the operators, so that what calls nothing else can be traced; what reads them
-itself calls `check_sequences`.
+A packed (varlen) batch is given by ``cu_seqlens``. The operators check its values, so that a function that only calls
+operators can be traced; a function that reads the values itself calls `check_sequences`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IndexTensors(NamedTuple):
 
 
 class AttentionArguments(NamedTuple):
-    """Attention whose mass is looked at: ``q [B, H, Nq, D]``, ``k [B, Hkv, Nk, D]``, ``lse [B, H, Nq]``."""
+    """An attention and its log-sum-exp: ``q [B, H, Nq, D]``, ``k [B, Hkv, Nk, D]``, ``lse [B, H, Nq]``."""
 
     q: Tensor
     k: Tensor
@@ -144,7 +144,7 @@ def index_arguments(
 
 
 def index_lse(arguments: IndexArguments, backend: str) -> Tensor:
-    """The log-sum-exp of each query's scores, ``[B, 1, Nq]``, by a sweep over them."""
+    """The log-sum-exp of each query's scores, ``[B, 1, Nq]``, by a pass over them."""
     support, w = arguments.support, arguments.w
     m, ln_l = torch.ops.streamkl.logsumexp(
         arguments.q, arguments.k.unsqueeze(1), None if w is None else w.transpose(1, 2), None, support.cu_seqlens_q,
@@ -155,7 +155,7 @@ def index_lse(arguments: IndexArguments, backend: str) -> Tensor:
 
 
 def selected_arguments(indices: Tensor, attention: AttentionArguments) -> Tensor:
-    """Checks a selection ``[B, Nq, K]``, packed ``[Tq, K]``, of keys; returns ``[B, Nq, K]``."""
+    """Checks selected keys ``[B, Nq, K]``, packed ``[Tq, K]``; returns ``[B, Nq, K]``."""
     batch, tokens, keys = attention.q.shape[0], attention.q.shape[2], attention.k.shape[2]
     wanted = [tokens] if attention.packed else [batch, tokens]
     if not isinstance(indices, Tensor) or list(indices.shape[:-1]) != wanted:
@@ -171,20 +171,20 @@ def selected_arguments(indices: Tensor, attention: AttentionArguments) -> Tensor
 
 
 def check_sequences(support: Support) -> None:
-    """Checks the packed sequences of a support, which reads them."""
+    """Checks the values of a support's ``cu_seqlens``, which it reads."""
     validation.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
 
 
 def check_count(topk: int) -> None:
-    """Checks how many keys are asked for."""
+    """Checks the number of keys to select."""
     if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
         raise ValueError(f"topk must be a positive integer: got {topk!r}")
 
 
-def check_selection(topk: int, block: int, backend: str) -> None:
-    """Checks what is asked of a selection."""
+def check_selection(topk: int, query_block: int, backend: str) -> None:
+    """Checks the options of a selection."""
     check_count(topk)
-    validation.check_block(block)
+    validation.check_query_block(query_block)
     if backend not in get_args(SelectionBackend):
         raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(SelectionBackend)))}: got {backend!r}")
 

@@ -1,4 +1,4 @@
-"""What a selection of keys is worth: the attention mass it covers, and its recall of the best selection's keys."""
+"""Diagnostics of selected keys: the attention mass that they hold, and their recall of the oracle's keys."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def attention_mass(
     lse: Tensor | None = None,
     reduction: Literal["mean", "none"] = "mean",
 ) -> Tensor:
-    """How much of attention's mass lies on the keys of a selection: what sparse attention on it would keep.
+    """The share of the attention's probability that the selected keys hold: what sparse attention over them keeps.
 
-    For query ``i`` it is the sum, over the listed keys, of the mean over heads of the softmax over all allowed keys.
-    Listed keys are gathered, so work is linear in ``Nq * K`` once the log-sum-exp is known, and nothing of size
-    ``Nq * Nk`` exists.
+    For query ``i`` it is the sum, over its selected keys, of the head mean of the softmax over all allowed keys.
+    Selected keys are gathered, so work is linear in ``Nq * K`` once the log-sum-exp is known, and nothing of size
+    ``Nq * Nk`` is allocated.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``: the teacher's queries.
         k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``.
-        indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: keys, in a packed batch counted from the
-            sequence's first, no key twice, -1 for none. Keys that a query may not see are ignored.
+        indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: the selected keys, no key twice, padded with -1,
+            in a packed batch counted from the first key of the sequence. Keys that a query may not see are ignored.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
@@ -73,17 +73,17 @@ def attention_mass(
     _check_reduction(reduction)
     attention = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
     check_sequences(attention.support)
-    chosen = selected_arguments(indices, attention)
+    selected = selected_arguments(indices, attention)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    mass = torch.zeros(chosen.shape[:2], dtype=dtype, device=q.device)
-    block = max(1, GATHERED // max(1, chosen.shape[2] * q.shape[-1]))
+    mass = torch.zeros(selected.shape[:2], dtype=dtype, device=q.device)
+    block = max(1, GATHERED // max(1, selected.shape[2] * q.shape[-1]))
     counted = 0
     for seq in attention.support.sequences():
         first, last = attention.support.live_rows(seq)
         counted += last - first
         for start in range(first, last, block):
             rows = slice(seq.q_start + start, seq.q_start + min(start + block, last))
-            keys = chosen[seq.batch, rows].long()
+            keys = selected[seq.batch, rows].long()
             mass[seq.batch, rows] = _gathered_mass(attention, seq, rows, keys, dtype)
     return _reduced(mass, counted, reduction, attention.packed)
 
@@ -103,17 +103,17 @@ def topk_recall(
     lse: Tensor | None = None,
     reduction: Literal["mean", "none"] = "mean",
 ) -> Tensor:
-    """How many of the keys that attention attends to most are in a selection.
+    """The share of the oracle's keys, those that attention attends to most, that are selected.
 
-    The oracle's keys of a query are the ``topk`` of the highest attention, mean over heads, equal ones by lower index
+    The oracle's keys of a query are the ``topk`` of the highest head-mean attention, equal ones by lower index
     (`streamkl.sparse.oracle_topk`).
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``: the teacher's queries.
         k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``.
-        indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: keys, in a packed batch counted from the
-            sequence's first, no key twice, -1 for none.
-        topk: How many keys the oracle takes; ``K`` if not given.
+        indices: ``[B, Nq, K]``, packed ``[Tq, K]``, int32 or int64: the selected keys, no key twice, padded with -1,
+            in a packed batch counted from the first key of the sequence.
+        topk: How many keys the oracle selects; ``K`` if not given.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
@@ -123,8 +123,8 @@ def topk_recall(
         reduction: ``"mean"`` over the queries that see a key, 0 if there is none, or ``"none"``.
 
     Returns:
-        The share of the oracle's keys that are listed, from 0 to 1, float32; with ``"none"`` ``[B, Nq]``, packed
-        ``[Tq]``, and 0 for a query that sees no key. A query that sees fewer than ``topk`` keys has fewer to recall.
+        The recall, from 0 to 1, float32; with ``"none"`` ``[B, Nq]``, packed ``[Tq]``, and 0 for a query that sees no
+        key. A query that sees fewer than ``topk`` keys has fewer to recall.
 
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
@@ -140,36 +140,36 @@ def topk_recall(
     """
     _check_reduction(reduction)
     attention = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
-    chosen = selected_arguments(indices, attention)
-    topk = chosen.shape[2] if topk is None else topk
+    selected = selected_arguments(indices, attention)
+    topk = selected.shape[2] if topk is None else topk
     check_count(topk)
     support = attention.support
     oracle = torch.ops.streamkl.attention_topk(
         attention.q, attention.k, attention.lse, attention.scale, topk, support.cu_seqlens_q, support.cu_seqlens_k,
         support.left, support.right, 1, "auto",
     )  # fmt: skip
-    recall = torch.zeros(chosen.shape[:2], device=q.device)
-    rows = max(1, GATHERED // max(1, chosen.shape[2], topk))
+    recall = torch.zeros(selected.shape[:2], device=q.device)
+    rows = max(1, GATHERED // max(1, selected.shape[2], topk))
     for batch, start in itertools.product(range(support.batch), range(0, support.nq, rows)):
-        if chosen.shape[2]:
+        if selected.shape[2]:
             at = batch, slice(start, start + rows)
-            recall[at] = _recall(oracle[at], chosen[at])
+            recall[at] = _recall(oracle[at], selected[at])
     counted = sum(last - first for first, last in map(support.live_rows, support.sequences()))
     return _reduced(recall, counted, reduction, attention.packed)
 
 
-def _recall(oracle: Tensor, chosen: Tensor) -> Tensor:
-    """The share of the keys ``oracle [rows, topk]`` that are in ``chosen [rows, K]``, 0 where there is none."""
-    listed = chosen.to(oracle.dtype).sort(-1).values
-    at = torch.searchsorted(listed, oracle).clamp_(max=listed.shape[1] - 1)
-    found = (listed.gather(-1, at) == oracle) & (oracle >= 0)
+def _recall(oracle: Tensor, selected: Tensor) -> Tensor:
+    """The share of the keys ``oracle [rows, topk]`` that are in ``selected [rows, K]``, 0 where there is none."""
+    selected = selected.to(oracle.dtype).sort(-1).values
+    at = torch.searchsorted(selected, oracle).clamp_(max=selected.shape[1] - 1)
+    found = (selected.gather(-1, at) == oracle) & (oracle >= 0)
     return found.sum(-1) / (oracle >= 0).sum(-1).clamp_(min=1)
 
 
 def _gathered_mass(
     attention: AttentionArguments, seq: Sequence, rows: slice, keys: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The mass of ``keys [rows, K]``, mean over heads: ``[rows]``."""
+    """The mass of ``keys [rows, K]``, head mean: ``[rows]``."""
     allowed = attention.support.allowed(keys, rows.start - seq.q_start + seq.diagonal, seq.k_len)
     keys = torch.where(allowed, keys, 0) + seq.k_start
     heads, kv_heads = attention.q.shape[1], attention.k.shape[1]

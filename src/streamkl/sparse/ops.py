@@ -1,6 +1,6 @@
-"""The registered operators of ``sparse``: selection of keys, and attention over the keys that were selected.
+"""The registered operators of ``sparse``: selection of keys, and attention over selected keys.
 
-They see tensors as those of ``streamkl.ops`` do. ``block`` consecutive rows of a sequence share a list of keys.
+Their tensors have the layout of ``streamkl.ops``. ``query_block`` consecutive rows of a sequence share their top-k.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from streamkl import engines, validation
 from streamkl.ops import body, not_differentiable
 from streamkl.problem import Problem, Side, Support
 
-_KEYS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, SymInt block, str backend"
+_KEYS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, SymInt query_block, str backend"
 KEYS = 6
-"""What every operator ends with, and how many they are."""
+"""The last arguments of every operator, and how many they are."""
 SCHEMAS = {
     "index_topk": "(Tensor q, Tensor k, Tensor? w, Tensor? lse, float? scale, bool relu, SymInt topk, "
     f"{_KEYS}) -> Tensor",
@@ -31,12 +31,12 @@ for _name, _schema in SCHEMAS.items():
 
 
 def _engine(name: str, q: Tensor, k: Tensor, side: Side, keys: tuple[Any, ...]) -> tuple[Any, Support, int]:
-    """The engine for an operator, what the rows may see, and how many of them share a list."""
-    cu_seqlens_q, cu_seqlens_k, left, right, block, backend = keys
+    """The engine for an operator, the support, and the query block."""
+    cu_seqlens_q, cu_seqlens_k, left, right, query_block, backend = keys
     support = Support.of(q, k, left, right, cu_seqlens_q, cu_seqlens_k)
     validation.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, support.nq, support.nk)
     engine = engines.choose(backend, q.device, Problem(side, side, support), name).engine
-    return engine, support, block
+    return engine, support, query_block
 
 
 @body("index_topk")
@@ -50,59 +50,59 @@ def _(
     topk: int,
     *keys: Any,
 ) -> Any:
-    side = Side.of(q, k, scale, relu, summed=True)
-    engine, support, block = _engine("index_topk", q, k, side, keys)
-    return engine.index_topk(support, side, q, k, w, lse, topk, block)
+    side = Side.of(q, k, scale, relu, head_summed=True)
+    engine, support, query_block = _engine("index_topk", q, k, side, keys)
+    return engine.index_topk(support, side, q, k, w, lse, topk, query_block)
 
 
 @body("attention_topk")
 def _(q: Tensor, k: Tensor, lse: Tensor, scale: float | None, topk: int, *keys: Any) -> Tensor:
     side = Side.of(q, k, scale)
-    engine, support, block = _engine("attention_topk", q, k, side, keys)
-    return engine.attention_topk(support, side, q, k, lse, topk, block)
+    engine, support, query_block = _engine("attention_topk", q, k, side, keys)
+    return engine.attention_topk(support, side, q, k, lse, topk, query_block)
 
 
 @body("sparse_attention")
 def _(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None, *keys: Any) -> Tensor:
     side = Side.of(q, k, scale)
-    engine, support, block = _engine("sparse_attention", q, k, side, keys)
-    wanted = support.list_count(block)
+    engine, support, query_block = _engine("sparse_attention", q, k, side, keys)
+    wanted = support.query_block_count(query_block)
     if indices.shape[1] != wanted:
         raise ValueError(
-            f"indices must have {wanted} lists, one for each block of {block} queries: got {indices.shape[1]}"
+            f"indices must have {wanted} query blocks, of {query_block} queries each: got {indices.shape[1]}"
         )
     packed = keys[0] is not None
-    if packed or indices.dtype != torch.int32 or not getattr(engine, "checks_lists", False):
+    if packed or indices.dtype != torch.int32 or not getattr(engine, "checks_topk", False):
         validation.check_topk(indices[:, None], support.nk, "indices", getattr(engine, "first_wrong_row", None))
-    return engine.sparse_attention(support, side, q, k, v, indices, block)
+    return engine.sparse_attention(support, side, q, k, v, indices, query_block)
 
 
 @torch.library.register_fake("streamkl::index_topk")
 @torch.library.register_fake("streamkl::attention_topk")
 def _(q: Tensor, *args: Any) -> Tensor:
-    topk, cu_seqlens_q, *_, block, _ = args[-1 - KEYS :]  # both schemas end alike
-    lists = _traced_list_count(q.shape[2], block, packed=cu_seqlens_q is not None)
-    return q.new_empty((q.shape[0], lists, topk), dtype=torch.int32)
+    topk, cu_seqlens_q, *_, query_block, _ = args[-1 - KEYS :]  # both schemas end alike
+    query_blocks = _traced_query_block_count(q.shape[2], query_block, packed=cu_seqlens_q is not None)
+    return q.new_empty((q.shape[0], query_blocks, topk), dtype=torch.int32)
 
 
-def _traced_list_count(nq: int, block: int, packed: bool) -> int:
-    """What `Support.list_count` gives, as far as it is known while an operator is traced.
+def _traced_query_block_count(nq: int, query_block: int, packed: bool) -> int:
+    """The value of `Support.query_block_count`, as far as it is known while an operator is traced.
 
-    In a packed batch it depends on the sequences' lengths. Of a dynamic length it is an expression that PyTorch would
-    compare with 1 to see whether the lists are contiguous, which keeps a length from being as short as a block: where
-    sizes may be unknown, it is an unknown one, too.
+    In a packed batch it depends on the lengths of the sequences. For a dynamic length it is an expression that PyTorch
+    would compare with 1 to see whether the result is contiguous, and that guard would exclude lengths as short as a
+    query block. So it is an unknown size wherever sizes may be unknown.
     """
-    if block == 1:
+    if query_block == 1:
         return nq
-    lists = -(-nq // block)
-    if isinstance(lists, int) and not packed:
-        return lists
+    query_blocks = -(-nq // query_block)
+    if isinstance(query_blocks, int) and not packed:
+        return query_blocks
     try:
         return torch.library.get_ctx().new_dynamic_size()
     except DynamicOutputShapeException:  # torch.compile without capture_dynamic_output_shape_ops
         if packed:
             raise
-        return lists
+        return query_blocks
 
 
 @torch.library.register_fake("streamkl::sparse_attention")

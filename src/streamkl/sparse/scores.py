@@ -1,4 +1,4 @@
-"""An indexer's scores, dense: to look at, and to test with."""
+"""An indexer's scores as a dense matrix, for inspection and tests. Tensors are dense or packed (varlen)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Top-k: the best keys of each query, or of a block of queries, by an indexer's scores or by a teacher's attention.
+"""Top-k: the best keys of each query, or of each query block, by an indexer's scores or a teacher's attention.
 
-Memory is ``O(Nq * topk / block)`` for the answer, and ``O(Nk)`` a thread beside it. Equal scores go to the lower index.
+Memory is ``O(Nq * topk / query_block)`` for the result, and ``O(Nk)`` per thread beside it. Equal scores go to the
+lower index. Tensors are dense or packed (varlen).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def index_topk(
     index_w: Tensor | None = None,
     *,
     topk: int,
-    block: int = 1,
+    query_block: int = 1,
     normalise: bool = False,
     activation: Literal["relu"] | None = "relu",
     index_scale: float | None = None,
@@ -43,32 +44,33 @@ def index_topk(
         index_q: ``[B, J, Nq, D]``, or packed ``[Tq, J, D]``.
         index_k: ``[B, Nk, D]``, or packed ``[Tk, D]``: one key for all ``J`` heads.
         index_w: ``[B, Nq, J]``, or packed ``[Tq, J]``: the heads' weights; 1 if not given.
-        topk: How many keys a query gets, or a block of queries together.
-        block: How many consecutive queries of a sequence share a list, counted from its first query. A key's score for
-            them is its highest for any of them that may see it, so a later query chooses keys for an earlier one. The
-            keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index. With
-            ``topk >= block`` every query keeps the key on its diagonal. With fewer places only the first ``topk``
-            queries of a block do, and the others keep those they may see: with a window the last ``block - topk -
-            left`` queries of a full block are left without a key, and without one none is.
-        normalise: Whether queries that share a list compare log-probabilities, their scores less the log-sum-exp of
-            them, instead of scores. A query whose scores are all high does not crowd out the others then. It takes
-            another sweep over the scores, and changes nothing where each query has a list.
+        topk: How many keys are selected per query block, which is one query by default.
+        query_block: How many consecutive queries of a sequence share their top-k, counted from its first query. The
+            score of a key for a block is its highest score for any query of the block that may see it, so a later
+            query can select keys for an earlier one. The keys on the block's own diagonal (``i + Nk - Nq``) come first,
+            by rising index, whatever their scores. With ``topk >= query_block`` every query keeps the key on its
+            diagonal. With a smaller ``topk`` only the first ``topk`` queries of a block do. Without a window the others
+            still see some of those keys; with one, the last ``query_block - topk - left`` queries of a full block see
+            no key.
+        normalise: Whether the queries of a block compare log-probabilities (scores less their log-sum-exp) instead of
+            scores. Then a query whose scores are all high does not crowd out the others. It takes another pass over the
+            scores, and changes nothing with a per-query top-k.
         activation: ``"relu"``, or ``None`` for none.
         index_scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
         cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
-        backend: Who computes: ``auto`` takes the fastest engine that can run, a named one is never replaced.
+        backend: ``"auto"`` takes the fastest engine that can run. A named one is used or raises, and never falls back.
 
     Returns:
-        ``[B, blocks, topk]``, packed ``[blocks, topk]``, int32: keys, in a packed batch counted from the sequence's
-        first; ``blocks = ceil(Nq / block)``, in a packed batch the sequences' blocks one after another. With ``block =
-        1`` it is ``[B, Nq, topk]``, as ``indexer_kl`` takes ``topk_indices``. Best first, so that the first columns are
-        a smaller top-k. Equal scores go by lower index: a relu scores many keys 0. -1 fills up lists of queries that
-        see fewer than ``topk`` keys. A score of nan or ``-inf`` is never selected. How many blocks a packed batch has
-        depends on its lengths: with ``block > 1`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops`` to
-        compile it whole.
+        ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, int32, where ``query_blocks = ceil(Nq /
+        query_block)``, in a packed batch the blocks of the sequences one after another. With ``query_block = 1`` it is
+        ``[B, Nq, topk]``, as ``indexer_kl`` takes ``topk_indices``. Keys of a packed batch are counted from the first
+        of their sequence. Best first, so that the first columns are a smaller top-k. Equal scores go by lower index: a
+        relu scores many keys 0. Padded with -1 where fewer than ``topk`` keys are seen. A score of nan or ``-inf`` is
+        never selected. How many blocks a packed batch has depends on its lengths: with ``query_block > 1`` set
+        ``torch._dynamo.config.capture_dynamic_output_shape_ops`` to compile it whole.
 
     Example:
         >>> import torch
@@ -80,16 +82,16 @@ def index_topk(
                 [ 1,  0],
                 [ 1,  3]], dtype=torch.int32)
     """
-    check_selection(topk, block, backend)
+    check_selection(topk, query_block, backend)
     arguments = index_arguments(
         index_q, index_k, index_w, index_scale, activation, causal, window, cu_seqlens_q, cu_seqlens_k
     )
     support = arguments.support
     w = None if arguments.w is None else arguments.w.transpose(1, 2)
-    lse = index_lse(arguments, backend) if normalise and block > 1 else None
+    lse = index_lse(arguments, backend) if normalise and query_block > 1 else None
     indices = torch.ops.streamkl.index_topk(
         arguments.q, arguments.k.unsqueeze(1), w, lse, arguments.scale, arguments.relu, topk, support.cu_seqlens_q,
-        support.cu_seqlens_k, support.left, support.right, block, backend,
+        support.cu_seqlens_k, support.left, support.right, query_block, backend,
     )  # fmt: skip
     return indices[0] if arguments.packed else indices
 
@@ -100,7 +102,7 @@ def oracle_topk(
     k: Tensor,
     *,
     topk: int,
-    block: int = 1,
+    query_block: int = 1,
     scale: float | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
@@ -109,30 +111,31 @@ def oracle_topk(
     lse: Tensor | None = None,
     backend: SelectionBackend = "auto",
 ) -> Tensor:
-    """The keys that attention attends to most, by the mean over heads of its softmax, streaming: the oracle.
+    """The keys that attention attends to most, by the head mean of its softmax, streaming: the oracle.
 
-    No selection of ``topk`` keys shared by all heads covers more of the attention's mass.
+    No selection of ``topk`` keys for all heads holds more of the attention's mass.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
         k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``.
-        topk: How many keys a query gets, or a block of queries together.
-        block: How many consecutive queries of a sequence share a list, counted from its first query. A key's score for
-            them is its highest for any of them that may see it, so a later query chooses keys for an earlier one. The
-            keys on the queries' own diagonal (``i + Nk - Nq``) come first, whatever they score, by rising index. With
-            ``topk >= block`` every query keeps the key on its diagonal. With fewer places only the first ``topk``
-            queries of a block do, and the others keep those they may see: with a window the last ``block - topk -
-            left`` queries of a full block are left without a key, and without one none is.
+        topk: How many keys are selected per query block, which is one query by default.
+        query_block: How many consecutive queries of a sequence share their top-k, counted from its first query. The
+            score of a key for a block is its highest score for any query of the block that may see it, so a later
+            query can select keys for an earlier one. The keys on the block's own diagonal (``i + Nk - Nq``) come first,
+            by rising index, whatever their scores. With ``topk >= query_block`` every query keeps the key on its
+            diagonal. With a smaller ``topk`` only the first ``topk`` queries of a block do. Without a window the others
+            still see some of those keys; with one, the last ``query_block - topk - left`` queries of a full block see
+            no key.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
         cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
         lse: ``[B, H, Nq]``, packed ``[H, Tq]``: what `streamkl.attention_lse` returns; computed if not given.
-        backend: Who computes: ``auto`` takes the fastest engine that can run, a named one is never replaced.
+        backend: ``"auto"`` takes the fastest engine that can run. A named one is used or raises, and never falls back.
 
     Returns:
-        ``[B, blocks, topk]``, packed ``[blocks, topk]``, int32, in the order of `index_topk`.
+        ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, int32, in the order of `index_topk`.
 
     Example:
         >>> import torch
@@ -143,11 +146,11 @@ def oracle_topk(
                 [ 1,  0],
                 [ 1,  2]], dtype=torch.int32)
     """
-    check_selection(topk, block, backend)
+    check_selection(topk, query_block, backend)
     arguments = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
     support = arguments.support
     indices = torch.ops.streamkl.attention_topk(
         arguments.q, arguments.k, arguments.lse, arguments.scale, topk, support.cu_seqlens_q, support.cu_seqlens_k,
-        support.left, support.right, block, backend,
+        support.left, support.right, query_block, backend,
     )  # fmt: skip
     return indices[0] if arguments.packed else indices

@@ -1,9 +1,10 @@
-"""Selectors: interchangeable ways to choose the keys of each block of queries, from the tensors of one attention call.
+"""Selectors: interchangeable policies that select the keys of each query block of one attention call.
 
-Where queries share a list, the keys on their diagonals (``i + Nk - Nq``) have its first places, by rising index. With a
-causal mask every query of the block sees the first of them, so that none is left without a key. A window may hide it:
-then every query keeps a key if ``topk + left >= block``, and the last ``block - topk - left`` queries of a full block
-have none if not. A list of at least as many keys as there are is dense attention.
+With a query block of more than one query, the keys on the block's diagonal (``i + Nk - Nq``) come first, by rising
+index. Under a causal mask every query of the block sees the first of them, so that none is left without a key. A window
+may hide it: then every query sees a key if ``topk + left >= query_block``; if not, the last ``query_block - topk -
+left`` queries of a full block see none. With ``topk`` of at least the number of keys it is dense attention. Tensors are
+dense or packed (varlen).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DRAWN = 1 << 22
 
 
 class AttentionCall(NamedTuple):
-    """What a selector may look at: one layer's queries and keys, after RoPE, and the mask.
+    """The inputs of a selector: one layer's queries and keys, after RoPE, and the mask.
 
     Attributes:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
@@ -33,7 +34,7 @@ class AttentionCall(NamedTuple):
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
         cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
-        index: What an indexer made of the layer's hidden states, if there is one.
+        index: The tensors that an indexer computed from the layer's hidden states, if there is one.
         lse: ``[B, H, Nq]``, packed ``[H, Tq]``: the log-sum-exp of the dense attention, if it is known.
     """
 
@@ -49,41 +50,41 @@ class AttentionCall(NamedTuple):
 
 
 class Selector(Protocol):
-    """Chooses ``topk`` keys for each ``block`` queries."""
+    """Selects ``topk`` keys for each query block of ``query_block`` queries."""
 
     @property
     def topk(self) -> int:
-        """How many keys a list has, -1 for none among them."""
+        """How many keys are selected per query block, padding included."""
         ...
 
     @property
-    def block(self) -> int:
-        """How many consecutive queries of a sequence share a list."""
+    def query_block(self) -> int:
+        """How many consecutive queries of a sequence share their top-k."""
         ...
 
     def select(self, call: AttentionCall) -> Tensor:
-        """The lists, ``[B, blocks, topk]``, packed ``[blocks, topk]``, int32, as `sparse_attention` takes them."""
+        """The selected keys, ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, for `sparse_attention`."""
         ...
 
 
 @dataclass(frozen=True)
 class _Selector:
     topk: int
-    block: int
+    query_block: int
 
     def __post_init__(self) -> None:
-        check_selection(self.topk, self.block, "auto")
+        check_selection(self.topk, self.query_block, "auto")
 
 
 @dataclass(frozen=True)
 class OracleSelector(_Selector):
-    """The keys that dense attention attends to most (`oracle_topk`): what a budget can be worth, at a dense cost."""
+    """The keys that dense attention attends to most (`oracle_topk`): the upper bound of a budget, at a dense cost."""
 
     def select(self, call: AttentionCall) -> Tensor:
-        """The lists of a call; without its ``lse`` a sweep computes it."""
+        """The selected keys of a call; if it has no ``lse``, another pass computes it."""
         return oracle_topk(
-            call.q, call.k, topk=self.topk, block=self.block, scale=call.scale, causal=call.causal, window=call.window,
-            cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, lse=call.lse,
+            call.q, call.k, topk=self.topk, query_block=self.query_block, scale=call.scale, causal=call.causal,
+            window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, lse=call.lse,
         )  # fmt: skip
 
 
@@ -91,32 +92,33 @@ class OracleSelector(_Selector):
 class IndexerSelector(_Selector):
     """The keys of an indexer's highest scores (`index_topk`).
 
-    With ``normalise`` queries that share a list compare probabilities. ``None`` is for what a folder of indexers was
-    saved with, and for scores where there is no folder.
+    With ``normalise`` the queries of a block compare probabilities instead of scores. ``None`` takes the setting that
+    a folder of indexers was saved with, and ``False`` if there is no folder.
     """
 
     activation: Literal["relu"] | None = "relu"
     normalise: bool | None = None
 
     def select(self, call: AttentionCall) -> Tensor:
-        """The lists of a call that has ``index``."""
+        """The selected keys of a call that has ``index``."""
         if call.index is None:
             raise ValueError("call.index must hold an indexer's tensors for an IndexerSelector: got None")
         return index_topk(
-            *call.index, topk=self.topk, block=self.block, normalise=bool(self.normalise), activation=self.activation,
-            causal=call.causal, window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
+            *call.index, topk=self.topk, query_block=self.query_block, normalise=bool(self.normalise),
+            activation=self.activation, causal=call.causal, window=call.window, cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WindowSelector(_Selector):
-    """The first ``sinks`` keys and the nearest ones: those before the block's first query, then those after its last.
+    """Recency: the first ``sinks`` keys and the nearest ones, first those before the block, then those after it.
 
     Example:
         >>> import torch
         >>> from streamkl.sparse import AttentionCall, WindowSelector
         >>> q = k = torch.zeros(1, 1, 8, 4)
-        >>> WindowSelector(topk=4, block=2, sinks=1).select(AttentionCall(q, k))[0]
+        >>> WindowSelector(topk=4, query_block=2, sinks=1).select(AttentionCall(q, k))[0]
         tensor([[ 0,  1, -1, -1],
                 [ 2,  3,  0,  1],
                 [ 4,  5,  0,  3],
@@ -131,11 +133,11 @@ class WindowSelector(_Selector):
             raise ValueError(f"sinks must be an integer and not negative: got {self.sinks!r}")
 
     def select(self, call: AttentionCall) -> Tensor:
-        """The lists of a call."""
+        """The selected keys of a call."""
         support, packed = attention_support(*call[:7])
         out, column = _empty(support, self, call.q.device), torch.arange(self.topk, device=call.q.device)
-        for seq, at in support.shared_lists(self.block):
-            seen = _Seen.of(support, seq, self.block, call.q.device)
+        for seq, at in support.query_blocks(self.query_block):
+            seen = _Seen.of(support, seq, self.query_block, call.q.device)
             own = seen.last - seen.first
             sinks = (seen.first.clamp(max=self.sinks) - seen.low).clamp(min=0)
             before, after = seen.first - seen.low - sinks, seen.high - seen.last
@@ -151,17 +153,17 @@ class WindowSelector(_Selector):
 
 @dataclass(frozen=True)
 class RandomSelector(_Selector):
-    """Any keys that some query of the block may see, drawn without repetition; the same ones at every call alike."""
+    """Random keys that some query of the block may see, drawn without repetition; equal calls draw equal keys."""
 
     seed: int = 0
 
     def select(self, call: AttentionCall) -> Tensor:
-        """The lists of a call."""
+        """The selected keys of a call."""
         support, packed = attention_support(*call[:7])
         out, rng = _empty(support, self, call.q.device), torch.Generator().manual_seed(self.seed)
         step = max(1, DRAWN // max(1, support.nk))
-        for seq, at in support.shared_lists(self.block):
-            seen = _Seen.of(support, seq, self.block, call.q.device)
+        for seq, at in support.query_blocks(self.query_block):
+            seen = _Seen.of(support, seq, self.query_block, call.q.device)
             for start in range(0, len(seen.first), step):
                 part = _Seen(*(x[start : start + step] for x in seen))
                 keys = part.drawn(seq.k_len, min(self.topk, seq.k_len), rng)
@@ -170,7 +172,10 @@ class RandomSelector(_Selector):
 
 
 class _Seen(NamedTuple):
-    """What the rows of each list see, each ``[lists, 1]``: own keys ``[first, last)``, all of them ``[low, high)``."""
+    """The keys that each query block sees: those on its diagonal ``[first, last)``, all ``[low, high)``.
+
+    Each is ``[query_blocks, 1]``.
+    """
 
     first: Tensor
     last: Tensor
@@ -178,11 +183,11 @@ class _Seen(NamedTuple):
     high: Tensor
 
     @classmethod
-    def of(cls, support: Support, seq: Sequence, block: int, device: torch.device) -> _Seen:
-        """The keys of a sequence's lists; those of rows that see none are empty."""
+    def of(cls, support: Support, seq: Sequence, query_block: int, device: torch.device) -> _Seen:
+        """The ranges of a sequence's query blocks; empty for a block that sees no key."""
         first_live, last_live = support.live_rows(seq)
-        starts = torch.arange(0, seq.q_len, block, device=device)[:, None]
-        start, end = starts.clamp(min=first_live), (starts + block).clamp(max=last_live)
+        starts = torch.arange(0, seq.q_len, query_block, device=device)[:, None]
+        start, end = starts.clamp(min=first_live), (starts + query_block).clamp(max=last_live)
         live, on = start < end, seq.diagonal
         low = torch.zeros_like(start) if support.left is None else (start + on - support.left).clamp(min=0)
         high = (
@@ -194,7 +199,7 @@ class _Seen(NamedTuple):
         return cls(*(torch.where(live, x, 0) for x in (first, last, low, high)))
 
     def drawn(self, k_len: int, count: int, rng: torch.Generator) -> Tensor:
-        """``[lists, count]``: own keys by rising index, then others at random, then -1."""
+        """``[query_blocks, count]``: keys on the diagonal by rising index, then random others, then -1."""
         key = torch.arange(k_len, device=self.first.device)
         lot = torch.rand(len(self.first), k_len, generator=rng, device="cpu").to(key.device)
         lot = lot.masked_fill((key < self.low) | (key >= self.high), -1.0)
@@ -205,6 +210,6 @@ class _Seen(NamedTuple):
 
 
 def _empty(support: Support, selector: Selector, device: torch.device) -> Tensor:
-    """Lists of no key, ``[B, lists, topk]``."""
-    shape = (support.batch, support.list_count(selector.block), selector.topk)
+    """A selection of no key, ``[B, query_blocks, topk]``."""
+    shape = (support.batch, support.query_block_count(selector.query_block), selector.topk)
     return torch.full(shape, -1, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
-"""What holds an engine to the contract: seeded problems, the accuracy rule, and a pytest plugin that poisons memory.
+"""Tools to test an engine: seeded problems, the accuracy rule, and a pytest plugin that poisons memory.
 
-Nothing in the package imports it; a project that brings an engine of its own can.
+Nothing in the package imports it; a project with an engine of its own can.
 """
 
 from streamkl.testing.accuracy import Errors, Results, check_accuracy, evaluate

@@ -2,13 +2,13 @@
 
 An output may err against the float64 reference at most twice as much as the eager implementation does, plus one
 rounding of the output. Eager is ``reference.py`` in the inputs' own dtypes: products in them, everything after in
-float32. Where the caller gives ``teacher_lse``, what its rounding does to the outputs is added. No tolerance is set by
-hand. Where an infinite input makes nan of rows, the same rows must be nan, and no more is compared.
+float32. If ``teacher_lse`` is given, the effect of its rounding on the outputs is added. No tolerance is set by hand.
+Where an infinite input makes rows nan, the same rows must be nan, and nothing else is compared.
 
-In float32 and float64 the engine rounds as eager does, and one of the two may be right by chance: where a side is of
-these, eager's error is the largest over several orders of head dimensions and index heads, which change no exact value,
-and where both are, that of a reduced loss is the sum of its rows' errors, none of which cancels another. Orders are run
-until the rule holds: each can only allow more, so that those left out change no verdict.
+In float32 and float64 the engine rounds as eager does, and eager may be exact by luck. Where a side has such a dtype,
+eager's error is the largest over several orders of head dimensions and index heads, which change no exact value. Where
+both sides have, the error of a reduced loss is the sum of its rows' errors, so that none cancels another. Orders are
+run until the rule holds: each can only allow more, so the remaining ones cannot change the result.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from streamkl import reference
 from streamkl.testing.problems import FAR_BELOW, Case, mask_of
 
 EAGER_ROWS = 512
-"""Over how many rows, of all runs together, the largest eager error is taken: few rows are run more often."""
+"""The number of rows, of all runs together, whose largest eager error counts: a case of few rows is run more often."""
 
 EAGER_PAIRS = 1 << 22
-"""How many logits of a head all eager runs together may compute."""
+"""How many logits per head all eager runs together may compute."""
 
 LOGIT_ORDERS = 4
-"""In how many orders of the head dimensions the error of float32 logits is looked at: one may be right by chance."""
+"""The number of head dim orders in which float32 logits are computed: a single one may be exact by luck."""
 
 
 class Results(NamedTuple):
@@ -47,8 +47,7 @@ class Results(NamedTuple):
 class Errors(NamedTuple):
     """For each output its largest error against float64, and the largest that the rule allows.
 
-    Where all outputs keep the rule, `bound` is what the eager runs that it took to see so allow; all of them may allow
-    more.
+    Where all outputs keep the rule, `bound` comes from the eager runs until then; further runs might allow more.
     """
 
     error: dict[str, float]
@@ -123,7 +122,7 @@ def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Te
 
 
 def _nan_rows(case: Case) -> Tensor | None:
-    """Which rows of an infinite problem have no number for a loss, in its shape; ``None`` where all is finite."""
+    """Which rows of an infinite problem have a loss of nan, in the shape of the rows; ``None`` if all is finite."""
     if case.infinite is None:
         return None
     tensors, options = case.clean(torch.float64, finite=False), {**case.options, "reduction": "none"}
@@ -135,7 +134,7 @@ def _definition(case: Case) -> Callable[..., Tensor]:
 
 
 def _student(case: Case) -> str:
-    """How the tensors of the side that learns are called."""
+    """The prefix of the student's tensors."""
     return "index" if case.function == "indexer_kl" else "student"
 
 
@@ -151,10 +150,10 @@ def _operands(case: Case, tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _eager_errors(case: Case, exact: dict[str, Tensor]) -> Iterator[dict[str, float]]:
-    """The largest error of the eager implementation over ever more orders of the head dimensions, after each of them.
+    """The largest error of the eager implementation so far, after each order of the head dimensions.
 
-    In float64 eager is the reference itself and errs by nothing that could be seen. There it is measured in float32,
-    scaled by the ratio of the roundings, and doubled, because then the reference may err as much as the engine.
+    In float64 eager is the reference itself, so its error cannot be measured. There it is measured in float32, scaled
+    by the ratio of the roundings, and doubled, because the reference may err as much as the engine.
     """
     tensors, scale = case.clean(), 1.0
     itemsizes = [x.dtype.itemsize for name, x in tensors.items() if name != "index_w"]
@@ -165,15 +164,15 @@ def _eager_errors(case: Case, exact: dict[str, Tensor]) -> Iterator[dict[str, fl
         exact = evaluate(_definition(case), doubles, case, **case.options).named()
     largest = dict.fromkeys(exact, 0.0)
     rng = torch.Generator().manual_seed(case.seed)
-    by_chance = max(itemsizes) >= 4
-    for run in range(_eager_runs(case) if by_chance else 1):
+    may_be_exact = max(itemsizes) >= 4
+    for run in range(_eager_runs(case) if may_be_exact else 1):
         orders = {}
         for side in ("teacher", _student(case)):
             dim = tensors[f"{side}_q"].shape[-1]
             order = torch.randperm(dim, generator=rng) if run else torch.arange(dim)
             orders[f"{side}_q"] = orders[f"{side}_k"] = order.to(case.upstream.device)
         heads = None
-        if case.function == "indexer_kl" and run:  # its heads are added up, too
+        if case.function == "indexer_kl" and run:  # its heads are summed, too
             heads = torch.randperm(tensors["index_q"].shape[1], generator=rng).to(case.upstream.device)
 
         shuffled = {name: _shuffled(name, x, orders, heads) for name, x in tensors.items()}
@@ -188,7 +187,7 @@ def _eager_errors(case: Case, exact: dict[str, Tensor]) -> Iterator[dict[str, fl
 
 
 def _shuffled(name: str, x: Tensor, orders: dict[str, Tensor], heads: Tensor | None) -> Tensor:
-    """A tensor, or its gradient, with head dimensions and, if they are given an order, index heads in another one."""
+    """A tensor, or its gradient, with head dimensions and, if ``heads`` is given, index heads in another order."""
     x = x[..., orders[name]] if name in orders else x
     if heads is None or name not in ("index_q", "index_w"):
         return x
@@ -200,7 +199,7 @@ def _eager_runs(case: Case) -> int:
     rows = max(1, int((_weights(case) > 0).sum()))
     teacher_q, _, student_q, _ = _operands(case, case.tensors)
     pairs = max(1, _allowed(case).numel() * max(teacher_q.shape[1], student_q.shape[1]))
-    least = 16 if case.function == "indexer_kl" else 4  # the sums over its heads can be right by chance, too
+    least = 16 if case.function == "indexer_kl" else 4  # the sums over its heads can be exact by luck, too
     return max(1, min(64, max(least, EAGER_ROWS // rows), EAGER_PAIRS // pairs))
 
 
@@ -229,20 +228,19 @@ def _weights(case: Case) -> Tensor:
 
 
 def _allowed(case: Case) -> Tensor:
-    """Which pairs are allowed, ``[Nq, Nk]``, or ``[B, lists, Nq, Nk]`` where rows name their keys."""
+    """Which pairs are allowed, ``[Nq, Nk]``, or ``[B, topk_heads, Nq, Nk]`` where keys are selected."""
     teacher_q, teacher_k, _, _ = _operands(case, case.tensors)
     mask = mask_of(case.options)
     return reference.allowed_pairs(teacher_q.shape[2], teacher_k.shape[2], **mask).to(case.upstream.device)
 
 
 def _lse_error(case: Case) -> dict[str, float]:
-    """What a given ``teacher_lse`` does to the outputs, to first order.
+    """The effect of a given ``teacher_lse`` on the outputs, to first order.
 
-    Probabilities are then ``e^(a - LSE)``, normalised by somebody else's logits: each head's are off by a factor of
-    ``1 + delta`` at most, where ``delta`` is the rounding of the LSE, the error of float32 (float64) logits, and the
-    rounding of the probability itself: a softmax of its own weights divides that away, of a row that sees one key
-    wholly, and here nothing does. The loss of a row moves by at most ``delta (1 + 2 sum p |ln p - ln q|)``, a student
-    logit's derivative by ``delta p``.
+    Probabilities are then ``e^(a - LSE)``, normalised by an LSE of other logits. Those of each head are off by a factor
+    of at most ``1 + delta``, where ``delta`` is the rounding of the LSE, plus the error of float32 (float64) logits,
+    plus the rounding of the probability itself, which a softmax of its own weights would divide away. The loss of a
+    row changes by at most ``delta (1 + 2 sum p |ln p - ln q|)``, the derivative of a student logit by ``delta p``.
     """
     if case.teacher_lse is None or not _reads_lse(case):
         return {}
@@ -296,17 +294,17 @@ def _lse_error(case: Case) -> dict[str, float]:
 
 
 def _reads_lse(case: Case) -> bool:
-    """Whether the call has a use for the LSE: a group mean, or loss and student gradients in one sweep."""
+    """Whether the call uses the LSE: for a head mean, or for loss and student gradients in one pass."""
     o = case.options
     if case.function == "indexer_kl":
         return True
     mixture = case.tensors["teacher_q"].shape[1] != case.tensors["student_q"].shape[1]  # heads, packed or not
-    one_sweep = o.get("reduction") != "none" and not any(name.startswith("teacher") for name in case.wanted)
-    return o.get("divergence", "forward") == "forward" and (mixture or one_sweep)
+    one_pass = o.get("reduction") != "none" and not any(name.startswith("teacher") for name in case.wanted)
+    return o.get("divergence", "forward") == "forward" and (mixture or one_pass)
 
 
 def _largest(x: Tensor) -> float:
-    """The largest magnitude, nan if there is one, 0 of nothing."""
+    """The largest magnitude, nan if there is one, 0 for an empty tensor."""
     return x.abs().max().item() if x.numel() else 0.0
 
 

@@ -1,6 +1,7 @@
 """Seeded problems over the contract of ``indexer_kl``: `make_indexer_case` builds one, `random_indexer_case` draws one.
 
-They are as hostile as those of ``problems.py``: nan around every tensor, and wherever nothing may be read.
+They are as hostile as those of ``problems.py``: nan around every tensor, and wherever nothing may be read. Tensors are
+dense or packed (varlen).
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ def make_indexer_case(
         dtypes: Dtypes of teacher and indexer.
         weight_dtype: Dtype of ``index_w``; ``None`` for a call without weights.
         batch: Batch size; 1 for packed sequences.
-        tokens: Queries and keys of a batch element, or of all packed sequences and what lies past them.
+        tokens: Queries and keys of a batch element, or of all packed sequences and the tokens past them.
         cu_seqlens: Starts of packed queries and keys.
         teacher_lse: Whether the call is given one.
         row_weight: ``[B, Nq]`` or ``[B, 1, Nq]``, packed ``[Tq]`` or ``[1, Tq]``.
         wanted: The names of the tensors that want a gradient; ``index_w`` only if it is given.
-        spread: Standard deviations of teacher logits and index scores, about.
+        spread: Approximate standard deviations of teacher logits and index scores.
         offset: Added to the first element of each query and key.
         infinite: A token that is infinite.
         guard: Puts the tensors into larger ones filled with nan, with random strides.
@@ -136,7 +137,7 @@ def random_indexer_case(
         device: Where the tensors live; their values do not depend on it.
         dtypes: The dtypes to draw the teacher's and the indexer's from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
-        topk: Whether rows name their keys; drawn if not given.
+        topk: Whether keys are selected; drawn if not given.
         max_heads: The most heads of the teacher, and index heads.
         max_batch: The most batch elements.
 
@@ -177,8 +178,8 @@ def random_indexer_case(
     drawn["reduction"] = rng.choice(("mean", "sum", "none"))
     drawn["wanted"] = INDEX if rng.random() < 0.8 else (rng.choice(INDEX[:2]),)
     if topk or (topk is None and rng.random() < 0.4):
-        lists = rng.choice((None, 1))
-        drawn["topk_indices"] = draw_topk(rng, batch, lists, drawn["tokens"], drawn.get("cu_seqlens"))
+        topk_heads = rng.choice((None, 1))
+        drawn["topk_indices"] = draw_topk(rng, batch, topk_heads, drawn["tokens"], drawn.get("cu_seqlens"))
     if rng.random() < INFINITE:
         infinite = drawn["infinite"] = draw_infinite(rng, "teacher", "index", drawn["tokens"])
         promised = infinite is not None and (infinite.name, infinite.value) == ("teacher_k", -torch.inf)

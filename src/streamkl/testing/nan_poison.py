@@ -1,4 +1,4 @@
-"""A pytest plugin: fresh memory is filled with nan, so that an element nobody wrote is a failure.
+"""A pytest plugin: new memory is filled with nan, so that reading an unwritten element fails a test.
 
 Turn it on with ``-p streamkl.testing.nan_poison``, or ``pytest_plugins = ["streamkl.testing.nan_poison"]`` in a
 top-level conftest, and ask for the fixture ``nan_poison`` in tests that should run under it. It uses PyTorch's own

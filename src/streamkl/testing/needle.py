@@ -1,4 +1,4 @@
-"""A number hidden in prose, and whether a model finds it: what a selection of keys must not lose."""
+"""Needle in a haystack: a number hidden in prose, and whether a model finds it."""
 
 from __future__ import annotations
 

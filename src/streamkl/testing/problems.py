@@ -2,9 +2,9 @@
 
 ``indexer_cases.py`` does the same for ``indexer_kl``.
 
-Every tensor sits in a larger one filled with nan, with random strides, so that a read outside of it shows. Rows that
-must not matter (they see no key, have weight 0, or lie past the last packed sequence) hold nan themselves, and so do
-keys that no other row sees.
+Every tensor is a view into a larger one filled with nan, with random strides, so that a read outside of it shows. Rows
+that must not matter (they see no key, have weight 0, or lie past the last sequence of a packed (varlen) batch) hold nan
+themselves, and so do keys that no other row sees.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STUDENT = ("student_q", "student_k")
 TEACHER = ("teacher_q", "teacher_k")
 INFINITE = 0.15
-"""In what share of the random problems a token is infinite."""
+"""The share of random problems in which a token is infinite."""
 FAR_BELOW = -61440.0
-"""What stands for -inf in an element of a key: its logits have probabilities of 0 in float64, in every dtype."""
+"""Stands for -inf in an element of a key: its logits have probabilities of 0 in float64, in every dtype."""
 
 
 class Infinite(NamedTuple):
@@ -47,11 +47,11 @@ class Heads(NamedTuple):
 
 @dataclass
 class Case:
-    """One call of ``attention_kl`` or ``indexer_kl``, the gradients asked of it, and what it should be compared with.
+    """One call of ``attention_kl`` or ``indexer_kl``, and the gradients that it should give.
 
     Attributes:
-        seed: What its values were drawn with.
-        tensors: ``teacher_q``, ``teacher_k``, ``student_q``, ``student_k``; of an indexer ``index_q``, ``index_k`` and
+        seed: The seed of its values.
+        tensors: ``teacher_q``, ``teacher_k``, ``student_q``, ``student_k``; for an indexer ``index_q``, ``index_k`` and
             perhaps ``index_w`` instead of the student's.
         options: The keyword arguments, without ``teacher_lse``.
         teacher_lse: Rounded from float64; nan in rows that must not matter.
@@ -85,7 +85,7 @@ class Case:
     def clean(self, dtype: torch.dtype | None = None, finite: bool = True) -> dict[str, Tensor]:
         """The tensors with 0 in the rows that must not matter, contiguous; cast to ``dtype`` if given.
 
-        Where they hold -inf, ``finite`` ones hold `FAR_BELOW`, which has the same loss, and gradients.
+        With ``finite``, -inf becomes `FAR_BELOW`, which has the same loss and gradients.
         """
         values = {name: torch.where(x.isnan(), 0.0, x.detach()) for name, x in self.tensors.items()}
         if finite:
@@ -127,12 +127,12 @@ def make_case(
         dims: Head dims of teacher and student.
         dtypes: Dtypes of teacher and student.
         batch: Batch size; 1 for packed sequences.
-        tokens: Queries and keys of a batch element, or of all packed sequences and what lies past them.
+        tokens: Queries and keys of a batch element, or of all packed sequences and the tokens past them.
         cu_seqlens: Starts of packed queries and keys.
         teacher_lse: Whether the call is given one.
         row_weight: ``[B, Nq]`` or ``[B, R, Nq]``, packed ``[Tq]`` or ``[R, Tq]``.
         wanted: The names of the tensors that want a gradient.
-        spread: Standard deviations of teacher and student logits, about.
+        spread: Approximate standard deviations of teacher and student logits.
         offset: Added to the first element of each query and key: shifts the logits of a row together.
         infinite: A token that is infinite.
         guard: Puts the tensors into larger ones filled with nan, with random strides.
@@ -170,14 +170,14 @@ def make_infinite(values: dict[str, Tensor], infinite: Infinite | None) -> None:
     values[infinite.name][:, :, infinite.token, 0] = infinite.value
 
 
-def draw_infinite(rng: random.Random, averaged: str, other: str, tokens: tuple[int, int]) -> Infinite | None:
-    """Mostly a key of the averaged side that has no probability; else anything that makes nan of rows."""
+def draw_infinite(rng: random.Random, target: str, other: str, tokens: tuple[int, int]) -> Infinite | None:
+    """Mostly a key of the target that has probability 0; else any infinite token, which makes rows nan."""
     if 0 in tokens:
         return None
     nq, nk = tokens
     if rng.random() < 0.6:
-        return Infinite(f"{averaged}_k", rng.randrange(nk), -torch.inf)
-    name = rng.choice((f"{averaged}_q", f"{averaged}_k", f"{other}_q", f"{other}_k"))
+        return Infinite(f"{target}_k", rng.randrange(nk), -torch.inf)
+    name = rng.choice((f"{target}_q", f"{target}_k", f"{other}_q", f"{other}_k"))
     return Infinite(name, rng.randrange(nq if name.endswith("_q") else nk), rng.choice((-torch.inf, torch.inf)))
 
 
@@ -204,7 +204,7 @@ def mask_options(
     row_weight: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """The options of the call; which pairs they allow, ``[lists, Nq, Nk]``; which rows must not matter, ``[Nq]``."""
+    """The options of the call; which pairs they allow, ``[masks, Nq, Nk]``; which rows must not matter, ``[Nq]``."""
     options = {"window": None, **options}
     if cu_seqlens is not None:
         options["cu_seqlens_q"], options["cu_seqlens_k"] = (
@@ -273,7 +273,7 @@ def random_case(
         dtypes: The dtypes to draw the teacher's and the student's from.
         dims: The head dims to draw from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
-        topk: Whether rows name their keys.
+        topk: Whether keys are selected.
         max_heads: The most heads of the student; the teacher has up to three times as many.
         max_batch: The most batch elements.
 
@@ -311,12 +311,12 @@ def random_case(
         drawn["divergence"] = rng.choice(("forward", "forward", "reverse"))
         drawn["wanted"] = rng.choice((STUDENT, STUDENT, TEACHER, STUDENT + TEACHER))
     if topk:
-        lists = rng.choice((None, heads.student))
-        drawn["topk_indices"] = draw_topk(rng, batch, lists, drawn["tokens"], drawn.get("cu_seqlens"))
+        topk_heads = rng.choice((None, heads.student))
+        drawn["topk_indices"] = draw_topk(rng, batch, topk_heads, drawn["tokens"], drawn.get("cu_seqlens"))
     if rng.random() < INFINITE:
-        averaged, other = ("teacher", "student") if drawn.get("divergence") != "reverse" else ("student", "teacher")
-        infinite = drawn["infinite"] = draw_infinite(rng, averaged, other, drawn["tokens"])
-        promised = infinite is not None and (infinite.name, infinite.value) == (f"{averaged}_k", -torch.inf)
+        target, other = ("teacher", "student") if drawn.get("divergence") != "reverse" else ("student", "teacher")
+        infinite = drawn["infinite"] = draw_infinite(rng, target, other, drawn["tokens"])
+        promised = infinite is not None and (infinite.name, infinite.value) == (f"{target}_k", -torch.inf)
         drawn["wanted"] = (f"{other}_q", f"{other}_k") if promised else ()
     return make_case(seed, device=device, **drawn)
 
@@ -332,7 +332,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def draw_window(rng: random.Random, max_tokens: int) -> tuple[int, int] | None:
-    """No window, or one with any sides."""
+    """``None``, or a random window."""
     if rng.random() < 0.6:
         return None
     left, right = (rng.choice((-1, 0, 1, rng.randint(2, max_tokens))) for _ in range(2))
@@ -356,11 +356,11 @@ def draw_sequences(rng: random.Random, max_tokens: int) -> tuple[tuple[int, int]
 def draw_topk(
     rng: random.Random,
     batch: int,
-    lists: int | None,
+    topk_heads: int | None,
     tokens: tuple[int, int],
     cu_seqlens: tuple[list[int], list[int]] | None,
 ) -> Tensor:
-    """The keys that rows name: any number in any order, pads anywhere, rows of pads alone, keys of other sequences."""
+    """Random selected keys: any number in any order, padding anywhere, rows of only padding, keys past a sequence."""
     (nq, nk), lengths = tokens, [tokens[1]] * tokens[0]
     if cu_seqlens is not None:
         starts_q, starts_k = cu_seqlens
@@ -368,26 +368,26 @@ def draw_topk(
         for n in range(len(starts_q) - 1):
             lengths[starts_q[n] : starts_q[n + 1]] = [starts_k[n + 1] - starts_k[n]] * (starts_q[n + 1] - starts_q[n])
     columns = rng.choice((0, 1, nk, nk + 3, rng.randint(1, nk + 1))) if rng.random() < 0.3 else rng.randint(1, nk + 1)
-    pads = rng.choice((0.0, 0.0, 0.3, 0.9))
+    padding = rng.choice((0.0, 0.0, 0.3, 0.9))
     torch_rng = torch.Generator().manual_seed(rng.getrandbits(32))
-    topk = torch.full((batch, lists or 1, nq, columns), -1)
-    for row in topk.view(batch * (lists or 1), nq, columns).unbind(0):
+    topk = torch.full((batch, topk_heads or 1, nq, columns), -1)
+    for head in topk.view(batch * (topk_heads or 1), nq, columns).unbind(0):
         for i, length in enumerate(lengths):
             within = nk if rng.random() < 0.2 else length  # beyond its sequence, a row sees nothing
-            named = torch.randperm(within, generator=torch_rng)[:columns]
-            row[i, torch.randperm(columns, generator=torch_rng)[: len(named)]] = named
-    topk[torch.rand(topk.shape, generator=torch_rng) < pads] = -1
+            keys = torch.randperm(within, generator=torch_rng)[:columns]
+            head[i, torch.randperm(columns, generator=torch_rng)[: len(keys)]] = keys
+    topk[torch.rand(topk.shape, generator=torch_rng) < padding] = -1
     if rng.random() < 0.5:
         topk[:, :, torch.rand(nq, generator=torch_rng) < 0.2] = -1
     topk = topk.to(rng.choice((torch.int32, torch.int64)))
-    topk = topk if lists is not None else topk[:, 0]
+    topk = topk if topk_heads is not None else topk[:, 0]
     return topk if cu_seqlens is None else topk[0]
 
 
 def draw_row_weight(
     rng: random.Random, batch: int, heads: int, nq: int, packed: bool, student_dtype: torch.dtype
 ) -> Tensor:
-    """Weights a row or a row and head, some 0, whole rows of 0 among them."""
+    """Weights per row, or per row and head; some are 0, also for whole rows."""
     torch_rng = torch.Generator().manual_seed(rng.getrandbits(32))
     shape = (heads, nq) if rng.random() < 0.5 else (nq,)
     weight = torch.rand(shape if packed else (batch, *shape), generator=torch_rng) * 2

@@ -1,4 +1,4 @@
-"""What ``sparse_attention`` and the selections are held to: the accuracy rule, and lists up to rounding."""
+"""Checks of ``sparse_attention`` and of selections: the accuracy rule, and the order of keys up to rounding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from streamkl import reference
 from streamkl.sparse import index_topk, oracle_topk, sparse_attention
 from streamkl.testing.accuracy import Errors
-from streamkl.testing.sparse_cases import SparseCase, count_lists
+from streamkl.testing.sparse_cases import SparseCase, count_query_blocks
 
 EAGER_RUNS = 8
-"""In how many orders of head dims float32 products are looked at: one may be right by chance."""
+"""The number of head dim orders in which float32 products are computed: a single one may be exact by luck."""
 
 
 def check_sparse_attention(case: SparseCase, backend: str = "auto") -> Errors:
@@ -27,14 +27,14 @@ def check_sparse_attention(case: SparseCase, backend: str = "auto") -> Errors:
     Returns:
         Error and bound; the engine passes if ``worst <= 1``.
     """
-    options: dict[str, Any] = {"block": case.block, "scale": case.scale, **case.mask}
+    options: dict[str, Any] = {"query_block": case.query_block, "scale": case.scale, **case.mask}
     out = sparse_attention(case.q, case.k, case.v, case.indices, backend=backend, **options)  # type: ignore[arg-type]
     tensors = case.clean()
     exact = _definition(case, case.clean(torch.float64), options)
     if out.shape != exact.shape or out.dtype != case.q.dtype:
         raise AssertionError(f"{list(out.shape)} of {out.dtype}, not {list(exact.shape)} of {case.q.dtype}: {case}")
     scale = 1.0
-    if case.q.dtype == torch.float64:  # eager is the reference there: its error in float32 tells that of float64
+    if case.q.dtype == torch.float64:  # eager is the reference there: its float64 error is estimated in float32
         tensors = case.clean(torch.float32)
         scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     wanted = _definition(case, [x.double() for x in tensors], options)
@@ -46,7 +46,7 @@ def check_sparse_attention(case: SparseCase, backend: str = "auto") -> Errors:
 
 
 def _eager(case: SparseCase, tensors: list[Tensor], run: int, options: dict[str, Any]) -> Tensor:
-    """The eager output; after the first run with head dims in another order, and float32 sums of other roundings."""
+    """The eager output; after the first run with head dims in another order, so that float32 sums round differently."""
     q, k, v = tensors
     rng = torch.Generator().manual_seed(case.seed + run)
     order = torch.randperm(q.shape[-1], generator=rng) if run else torch.arange(q.shape[-1])
@@ -59,34 +59,34 @@ def _definition(case: SparseCase, tensors: list[Tensor], options: dict[str, Any]
 
 
 def check_index_topk(case: SparseCase, backend: str = "auto") -> None:
-    """Raises an ``AssertionError`` unless `index_topk` gives the lists of the definition, to the last key."""
-    found = _index_lists(case, backend, normalise=False)
-    expected = ranked(shared_scores(case, _index_scores(case, torch.float64)), case.topk)
+    """Raises an ``AssertionError`` unless `index_topk` selects exactly the keys of the definition, in its order."""
+    found = _index_topk(case, backend, normalise=False)
+    expected = ranked(block_scores(case, _index_scores(case, torch.float64)), case.topk)
     if not torch.equal(found, expected):
-        raise AssertionError(f"not the lists of the definition: {case}\n{found.tolist()}\n{expected.tolist()}")
+        raise AssertionError(f"not the keys of the definition: {case}\n{found.tolist()}\n{expected.tolist()}")
 
 
 def check_normalised_topk(case: SparseCase, backend: str = "auto") -> None:
-    """Raises an ``AssertionError`` unless `index_topk` lists the keys of the highest log-probabilities, up to rounding.
+    """Raises an ``AssertionError`` unless `index_topk` selects the highest log-probabilities, up to rounding.
 
-    Where each query has a list of its own that is the order of the scores, to the last key.
+    A per-query top-k must be exactly that of the scores.
     """
-    if case.block == 1:
-        if not torch.equal(_index_lists(case, backend, True), _index_lists(case, backend, False)):
-            raise AssertionError(f"queries with lists of their own have others: {case}")
+    if case.query_block == 1:
+        if not torch.equal(_index_topk(case, backend, True), _index_topk(case, backend, False)):
+            raise AssertionError(f"normalising changes a per-query top-k: {case}")
         return
     allowed = case.allowed()
 
     def scores(dtype: torch.dtype) -> Tensor:
         return reference.log_softmax(_index_scores(case, dtype), allowed).double()
 
-    _check_order(case, _index_lists(case, backend, normalise=True), scores)
+    _check_order(case, _index_topk(case, backend, normalise=True), scores)
 
 
 def check_oracle_topk(case: SparseCase, backend: str = "auto") -> None:
-    """Raises an ``AssertionError`` unless `oracle_topk` lists the keys of the most attention, up to rounding."""
+    """Raises an ``AssertionError`` unless `oracle_topk` selects the keys of the most attention, up to rounding."""
     found = oracle_topk(
-        case.q, case.k, topk=case.topk, block=case.block, scale=case.scale, **case.mask,
+        case.q, case.k, topk=case.topk, query_block=case.query_block, scale=case.scale, **case.mask,
         backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
     allowed = case.allowed()
@@ -99,10 +99,10 @@ def check_oracle_topk(case: SparseCase, backend: str = "auto") -> None:
     _check_order(case, found if not case.packed else found[None], scores)
 
 
-def _index_lists(case: SparseCase, backend: str, normalise: bool) -> Tensor:
-    """What `index_topk` finds, ``[B, blocks, topk]``."""
+def _index_topk(case: SparseCase, backend: str, normalise: bool) -> Tensor:
+    """The result of `index_topk`, ``[B, query_blocks, topk]``."""
     found = index_topk(
-        *case.index, topk=case.topk, block=case.block, normalise=normalise, activation=case.activation,
+        *case.index, topk=case.topk, query_block=case.query_block, normalise=normalise, activation=case.activation,
         index_scale=0.25, **case.mask, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
     return found if not case.packed else found[None]
@@ -119,45 +119,45 @@ def _index_scores(case: SparseCase, dtype: torch.dtype) -> Tensor:
 
 
 def _check_order(case: SparseCase, found: Tensor, scores: Callable[[torch.dtype], Tensor]) -> None:
-    """Raises an ``AssertionError`` unless lists hold the keys of the highest ``scores [B, Nq, Nk]``, up to rounding.
+    """Raises an ``AssertionError`` unless the keys of the highest ``scores [B, Nq, Nk]`` are found, up to rounding.
 
-    Scores may err by twice what eager's do in float32, and one rounding; keys whose scores are closer than that may
+    Scores may err twice as much as eager's do in float32, plus one rounding; keys whose scores are closer than that may
     change places.
     """
     found = found.long()
-    exact = shared_scores(case, scores(torch.float64))
+    exact = block_scores(case, scores(torch.float64))
     seen = exact > -torch.inf
-    difference = shared_scores(case, scores(torch.float32)) - exact
+    difference = block_scores(case, scores(torch.float32)) - exact
     error = _largest(torch.where(seen & exact.isfinite(), difference, 0.0).nan_to_num(0.0))
     eps = torch.finfo(torch.float32).eps
     error = 2 * error + eps * _largest(torch.where(exact.isfinite(), exact, 0.0))
-    listed = found >= 0
-    if not torch.equal(listed.sum(-1), seen.sum(-1).clamp(max=case.topk)):
-        raise AssertionError(f"lists are not full: {case}")
+    is_key = found >= 0
+    if not torch.equal(is_key.sum(-1), seen.sum(-1).clamp(max=case.topk)):
+        raise AssertionError(f"too few keys are selected: {case}")
     if exact.shape[-1] == 0:
         return
-    if not (listed.cumprod(-1) == listed).all():
+    if not (is_key.cumprod(-1) == is_key).all():
         raise AssertionError(f"a key comes after -1: {case}")
-    at = torch.where(listed, found, exact.shape[-1])
-    chosen = torch.zeros(*exact.shape[:-1], exact.shape[-1] + 1).scatter_add_(-1, at, torch.ones(at.shape))
-    chosen = chosen[..., :-1]
-    if (chosen > 1).any() or (chosen[~seen] > 0).any():
-        raise AssertionError(f"a key is listed twice, or is seen by no row: {case}")
-    values = exact.gather(-1, found.clamp(min=0)).masked_fill(~listed, -torch.inf)
-    falls = torch.where(listed[..., 1:], values[..., 1:] - values[..., :-1], 0.0).nan_to_num(0.0)
-    best_left = exact.masked_fill(chosen > 0, -torch.inf).amax(-1)
-    least = values.masked_fill(~listed, torch.inf).amin(-1)
+    at = torch.where(is_key, found, exact.shape[-1])
+    times = torch.zeros(*exact.shape[:-1], exact.shape[-1] + 1).scatter_add_(-1, at, torch.ones(at.shape))
+    times = times[..., :-1]
+    if (times > 1).any() or (times[~seen] > 0).any():
+        raise AssertionError(f"a key is selected twice, or is seen by no row: {case}")
+    values = exact.gather(-1, found.clamp(min=0)).masked_fill(~is_key, -torch.inf)
+    falls = torch.where(is_key[..., 1:], values[..., 1:] - values[..., :-1], 0.0).nan_to_num(0.0)
+    best_left = exact.masked_fill(times > 0, -torch.inf).amax(-1)
+    least = values.masked_fill(~is_key, torch.inf).amin(-1)
     if (falls > 2 * error).any() or (best_left > least + 2 * error).any():
-        raise AssertionError(f"a key of a lower score is in front of one of a higher: {case}")
+        raise AssertionError(f"a key comes before one of a higher score: {case}")
     own = values == torch.inf
     if (torch.where(own[..., 1:], found[..., 1:] - found[..., :-1], 1) != 1).any():
-        raise AssertionError(f"the diagonal's keys are not by rising index: {case}")
+        raise AssertionError(f"the keys on the diagonal are not by rising index: {case}")
 
 
-def shared_scores(case: SparseCase, scores: Tensor) -> Tensor:
-    """``[B, blocks, keys]`` from ``[B, Nq, Nk]``: keys counted from their sequence's first, ``-inf`` where not seen.
+def block_scores(case: SparseCase, scores: Tensor) -> Tensor:
+    """``[B, query_blocks, keys]`` from ``[B, Nq, Nk]``: the highest score per query block, ``-inf`` for unseen keys.
 
-    Where queries share a list, the keys on their diagonal have ``inf``.
+    Keys are counted from the first of their sequence. If ``query_block > 1``, those on the diagonal have ``inf``.
     """
     allowed, (starts_q, starts_k) = case.allowed(), case.starts()
     scores = scores.masked_fill(~allowed, -torch.inf)
@@ -166,21 +166,21 @@ def shared_scores(case: SparseCase, scores: Tensor) -> Tensor:
     for n in range(len(starts_q) - 1):
         keys = slice(starts_k[n], starts_k[n + 1])
         k_len, shift = starts_k[n + 1] - starts_k[n], (starts_k[n + 1] - starts_k[n]) - (starts_q[n + 1] - starts_q[n])
-        for i in range(starts_q[n], starts_q[n + 1], case.block):
-            end = min(i + case.block, starts_q[n + 1])
+        for i in range(starts_q[n], starts_q[n + 1], case.query_block):
+            end = min(i + case.query_block, starts_q[n + 1])
             row = scores.new_full((scores.shape[0], nk), -torch.inf)
             row[:, :k_len] = scores[:, i:end, keys].amax(1)
-            for on in range(i - starts_q[n] + shift, end - starts_q[n] + shift) if case.block > 1 else ():
+            for on in range(i - starts_q[n] + shift, end - starts_q[n] + shift) if case.query_block > 1 else ():
                 if on >= 0:
                     row[:, on] = torch.inf
             rows.append(row)
-    past = count_lists(scores.shape[1] - starts_q[-1], case.block, None)
+    past = count_query_blocks(scores.shape[1] - starts_q[-1], case.query_block, None)
     rows += [scores.new_full((scores.shape[0], nk), -torch.inf)] * past
     return torch.stack(rows, 1) if rows else scores.new_zeros(scores.shape[0], 0, nk)
 
 
 def ranked(scores: Tensor, topk: int) -> Tensor:
-    """``[B, blocks, topk]`` by definition: the highest score first, then the lowest key; -1 for none."""
+    """``[B, query_blocks, topk]`` by definition: the highest score first, then the lowest key; -1 for none."""
     values, keys = scores.sort(dim=-1, descending=True, stable=True)
     keys = keys.masked_fill(values == -torch.inf, -1)[..., :topk].int()
     return torch.nn.functional.pad(keys, (0, topk - keys.shape[-1]), value=-1)

@@ -13,17 +13,17 @@ from streamkl import reference
 from streamkl.testing.problems import DTYPES, draw_sequences, draw_topk, draw_window, guarded
 
 DIMS = ((16, 16), (40, 24), (59, 7), (64, 64), (128, 128), (192, 128), (96, 144))
-"""Head dims of keys and values, as wide as each other, as in MLA, and odd ones."""
+"""Head dims of keys and values: equal ones, those of MLA, and odd ones."""
 
-BLOCKS = (1, 1, 2, 5, 16, 64)
+QUERY_BLOCKS = (1, 1, 2, 5, 16, 64)
 
 
 @dataclass
 class SparseCase:
-    """Attention, an indexer over the same tokens, and lists of keys.
+    """Attention, an indexer over the same tokens, and selected keys. Tensors are dense or packed (varlen).
 
-    Every tensor is a view into a larger one of nan. Queries that see no key hold nan, and so do keys that none sees and
-    values that are in no list of a query that sees them.
+    Every tensor is a view into a larger one of nan. Queries that see no key hold nan, and so do keys that no query sees
+    and values that no query that sees them selected.
 
     Attributes:
         seed: What it was drawn with.
@@ -32,8 +32,8 @@ class SparseCase:
         v: ``[B, Hkv, Nk, Dv]``, or packed ``[Tk, Hkv, Dv]``.
         index: ``index_q [B, J, Nq, Di]``, ``index_k [B, Nk, Di]`` and ``index_w [B, Nq, J]`` or ``None``, whole numbers
             whose scores are exact in every dtype, so that they tie often.
-        indices: ``[B, blocks, K]``, packed ``[blocks, K]``: drawn lists.
-        block: How many queries share a list.
+        indices: ``[B, query_blocks, K]``, packed ``[query_blocks, K]``: random selected keys.
+        query_block: How many queries share their top-k.
         topk: How many keys to select.
         activation: Of the indexer.
         mask: ``causal``, ``window``, ``cu_seqlens_q``, ``cu_seqlens_k``.
@@ -46,7 +46,7 @@ class SparseCase:
     v: Tensor
     index: tuple[Tensor, Tensor, Tensor | None]
     indices: Tensor
-    block: int
+    query_block: int
     topk: int
     activation: Any
     mask: dict[str, Any]
@@ -77,7 +77,8 @@ class SparseCase:
         return (
             f"seed {self.seed}: q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)} "
             f"{str(self.q.dtype)[6:]}, index_q {list(self.index[0].shape)}, weights {self.index[2] is not None}, "
-            f"indices {list(self.indices.shape)}, block {self.block}, topk {self.topk}, {mask}, scale {self.scale}"
+            f"indices {list(self.indices.shape)}, query_block {self.query_block}, topk {self.topk}, {mask}, "
+            f"scale {self.scale}"
         )
 
 
@@ -98,7 +99,7 @@ def random_sparse_case(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, m
         True
     """
     rng, values = random.Random(seed), torch.Generator().manual_seed(seed)
-    dtype, (dim, v_dim), block = rng.choice(dtypes), rng.choice(DIMS), rng.choice(BLOCKS)
+    dtype, (dim, v_dim), query_block = rng.choice(dtypes), rng.choice(DIMS), rng.choice(QUERY_BLOCKS)
     kv_heads = rng.choice((1, 1, 2, 3))
     heads, index_heads = kv_heads * rng.choice((1, 1, 2, 4, 7)), rng.choice((1, 1, 3, 8))
     index_dim = rng.choice((4, 16, 33, 64))
@@ -124,46 +125,48 @@ def random_sparse_case(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, m
         torch.randint(-2, 3, shape, generator=values).float()
         for shape in ((batch, index_heads, nq, index_dim), (batch, nk, index_dim), (batch, nq, index_heads))
     )
-    blocks = count_lists(nq, block, cu_seqlens)
-    indices = _draw_lists(rng, batch, blocks, nk, cu_seqlens, block)
-    _poison(q, k, v, indices, block, mask)
+    query_blocks = count_query_blocks(nq, query_block, cu_seqlens)
+    indices = _draw_indices(rng, batch, query_blocks, nk, cu_seqlens, query_block)
+    _poison(q, k, v, indices, query_block, mask)
     tensors = [q, k, v, index_q, index_k, index_w]
     if cu_seqlens is not None:
         tensors = [x[0].transpose(0, 1) if x.dim() == 4 else x[0] for x in tensors]
     tensors = [guarded(x.to(dtype), rng, "cpu") for x in tensors]
     index = (tensors[3], tensors[4], tensors[5] if rng.random() < 0.6 else None)
     return SparseCase(
-        seed, *tensors[:3], index, indices, block,
+        seed, *tensors[:3], index, indices, query_block,
         rng.choice((1, 3, 8, 20, nk + 5)), rng.choice(("relu", "relu", None)), mask, rng.choice((None, None, 0.3)),
     )  # fmt: skip
 
 
-def _poison(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int, mask: dict[str, Any]) -> None:
+def _poison(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int, mask: dict[str, Any]) -> None:
     """Puts nan where nothing may be read, into tensors ``[B, heads, N, D]``."""
     allowed = reference.allowed_pairs(q.shape[2], k.shape[2], *(mask[name] for name in MASK))
     q[:, :, ~allowed.any(1)] = torch.nan
     k[:, :, ~allowed.any(0)] = torch.nan
-    seen = reference.listed_pairs(q.shape[2], k.shape[2], indices, block, *(mask[name] for name in MASK)).any(-2)
-    v.masked_fill_(~seen[..., None], torch.nan)  # [B, 1, Nk, 1]
+    seen = reference.selected_pairs(q.shape[2], k.shape[2], indices, query_block, *(mask[name] for name in MASK))
+    v.masked_fill_(~seen.any(-2)[..., None], torch.nan)  # [B, 1, Nk, 1]
 
 
-def count_lists(nq: int, block: int, cu_seqlens: tuple[list[int], list[int]] | None) -> int:
-    """How many lists a batch element has."""
+def count_query_blocks(nq: int, query_block: int, cu_seqlens: tuple[list[int], list[int]] | None) -> int:
+    """How many query blocks a batch element has."""
     starts = [0, nq] if cu_seqlens is None else [*cu_seqlens[0], nq]
-    return sum(-(-(starts[n + 1] - starts[n]) // block) for n in range(len(starts) - 1))
+    return sum(-(-(starts[n + 1] - starts[n]) // query_block) for n in range(len(starts) - 1))
 
 
-def _draw_lists(
+def _draw_indices(
     rng: random.Random,
     batch: int,
-    blocks: int,
+    query_blocks: int,
     nk: int,
     cu_seqlens: tuple[list[int], list[int]] | None,
-    block: int,
+    query_block: int,
 ) -> Tensor:
-    """Lists as `draw_topk` draws them, as if each were a row's."""
+    """Selected keys as `draw_topk` draws them, one row per query block."""
     starts = None
     if cu_seqlens is not None:
-        counts = [-(-(end - start) // block) for start, end in zip(cu_seqlens[0][:-1], cu_seqlens[0][1:], strict=True)]
+        counts = [
+            -(-(end - start) // query_block) for start, end in zip(cu_seqlens[0][:-1], cu_seqlens[0][1:], strict=True)
+        ]
         starts = ([sum(counts[:n]) for n in range(len(counts) + 1)], cu_seqlens[1])
-    return draw_topk(rng, batch, None, (blocks, nk), starts)
+    return draw_topk(rng, batch, None, (query_blocks, nk), starts)

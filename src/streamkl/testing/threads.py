@@ -1,4 +1,4 @@
-"""Runs calls in several threads at once, and holds each to the bits that it has alone."""
+"""Runs calls in several threads at once, and compares each result with that of a single thread, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 def in_threads(run: Callable[[int], Tensor], inputs: int, threads: int, calls: int, torch_threads: int = 1) -> None:
     """Calls ``run(n)`` from several threads and compares each result with that of a call alone, bit for bit.
 
-    How work is divided over torch's own threads may change last bits, so all calls have as many of those.
+    How work is divided over torch's own threads may change last bits, so all calls use the same number of them.
 
     Args:
         run: Takes the number of an input.
         inputs: How many inputs there are; each thread takes them in an order of its own.
         threads: How many threads call at once.
         calls: How many calls each of them makes.
-        torch_threads: How many threads of torch's each call has.
+        torch_threads: How many of torch's threads each call has.
 
     Raises:
         AssertionError: Some results differ, or some calls raised; the message counts them.
@@ -35,7 +35,7 @@ def in_threads(run: Callable[[int], Tensor], inputs: int, threads: int, calls: i
             try:
                 if not torch.equal(run(n), wanted[n]):
                     wrong.append("other bits")
-            except Exception as error:  # what a mixed-up call raises may be anything
+            except Exception as error:  # a mixed-up call may raise anything
                 wrong.append(f"{type(error).__name__}: {error}")
         return wrong
 

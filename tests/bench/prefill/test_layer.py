@@ -8,7 +8,7 @@ from streamkl.bench.models import Layout
 from streamkl.bench.prefill import layer
 from streamkl.cli import app
 
-SMALL = layer.Layer(Layout(4, 2, 32), tokens=256, topk=64, block=32, index_dim=32)
+SMALL = layer.Layer(Layout(4, 2, 32), tokens=256, topk=64, query_block=32, index_dim=32)
 
 
 def test_three_things_are_timed() -> None:

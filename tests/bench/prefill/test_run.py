@@ -33,7 +33,7 @@ def test_dense_and_sparse_take_turns_and_everything_is_written(tmp_path) -> None
         "300",
         "--topk",
         "32",
-        "--block",
+        "--query-block",
         "16",
         "--index-dim",
         "16",
@@ -45,7 +45,7 @@ def test_dense_and_sparse_take_turns_and_everything_is_written(tmp_path) -> None
     assert result.exit_code == 0, result.output
     assert "random weights (a stress test), 2 of 3 layers" in result.output
     dense, sparse = records.read(output)
-    assert (dense.method, dense.topk, sparse.method, sparse.topk, sparse.block) == ("dense", 0, "indexer", 32, 16)
+    assert (dense.method, dense.topk, sparse.method, sparse.topk, sparse.query_block) == ("dense", 0, "indexer", 32, 16)
     assert dense.parts["selection"] == 0.0
     assert sparse.parts["selection"] > 0.0
     for record in (dense, sparse):
@@ -61,7 +61,7 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path) -> None:
     from streamkl.bench.prefill.run import Job, _memory_alone
     from streamkl.testing import smollm2
 
-    job = Job(str(smollm2.checkpoint()), 512, layers=1, topk=64, block=32, index_dim=64)
+    job = Job(str(smollm2.checkpoint()), 512, layers=1, topk=64, query_block=32, index_dim=64)
     added = _memory_alone(job, "indexer")
     assert 1 << 20 < added < 1 << 30, "a layer's activations at 512 tokens"
 

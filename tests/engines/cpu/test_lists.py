@@ -126,7 +126,7 @@ def test_this_engine_checks_its_lists_itself(monkeypatch: pytest.MonkeyPatch) ->
     run(case)
     case.options["topk_indices"] = case.options["topk_indices"].clone()
     case.options["topk_indices"][0, 77, :2] = 5
-    with pytest.raises(ValueError, match="topk_indices must not name a key twice in a row: got 5"):
+    with pytest.raises(ValueError, match="topk_indices must not have a key twice in a row: got 5"):
         run(case)
 
 

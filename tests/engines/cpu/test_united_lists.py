@@ -11,29 +11,29 @@ from streamkl.testing.sparse_cases import MASK, SparseCase
 TOKENS, NAMED, HEADS = 150, 24, (6, 2)
 
 
-def drifting_lists(block: int = 1, apart: int = 3) -> Tensor:
-    """``[1, lists, K]``: the list of a block has ``apart`` keys of its own, and shares the others with all."""
+def drifting_lists(query_block: int = 1, apart: int = 3) -> Tensor:
+    """``[1, lists, K]``: the list of a query block has ``apart`` keys of its own, and shares the others with all."""
     rng = torch.Generator().manual_seed(0)
-    lists = -(-TOKENS // block)
+    lists = -(-TOKENS // query_block)
     common = torch.randperm(TOKENS // 2, generator=rng)[: NAMED - apart].expand(lists, -1)
     own = TOKENS // 2 + torch.rand(lists, TOKENS // 2, generator=rng).argsort(-1)[:, :apart]
     return torch.cat([common, own], -1)[None].int()
 
 
-def case_of(dtype: torch.dtype, indices: Tensor, block: int = 1, **mask) -> SparseCase:
+def case_of(dtype: torch.dtype, indices: Tensor, query_block: int = 1, **mask) -> SparseCase:
     rng = torch.Generator().manual_seed(1)
     heads, kv_heads = HEADS
     q, k, v = (torch.randn(1, n, TOKENS, 40, generator=rng).to(dtype) for n in (heads, kv_heads, kv_heads))
     masks = {**dict.fromkeys(MASK), "causal": True, **mask}
-    return SparseCase(0, q, k, v, (q, k[:, 0], None), indices, block, NAMED, None, masks, None)
+    return SparseCase(0, q, k, v, (q, k[:, 0], None), indices, query_block, NAMED, None, masks, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("block", [1, 3, 16])
+@pytest.mark.parametrize("query_block", [1, 3, 16])
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": (20, -1)}], ids=["causal", "full", "window"])
 @pytest.mark.parametrize("apart", [0, 3, NAMED])
-def test_neighbours_with_and_without_keys_in_common(dtype, block, mask, apart) -> None:
-    case = case_of(dtype, drifting_lists(block, apart), block, **mask)
+def test_neighbours_with_and_without_keys_in_common(dtype, query_block, mask, apart) -> None:
+    case = case_of(dtype, drifting_lists(query_block, apart), query_block, **mask)
     assert check_sparse_attention(case, backend="cpu").worst <= 1
 
 
@@ -105,16 +105,16 @@ def test_keys_that_are_hidden_from_a_query_may_hold_anything() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("block", [1, 16, 64])
+@pytest.mark.parametrize("query_block", [1, 16, 64])
 @pytest.mark.parametrize(
     ("wrong", "message"), [(TOKENS, "keys from 0 to 149, or -1"), (-2, "keys from 0 to 149, or -1"), (None, "twice")]
 )
-def test_wrong_lists_are_refused(dtype, block, wrong, message) -> None:
-    indices = drifting_lists(block).to(dtype)
+def test_wrong_lists_are_refused(dtype, query_block, wrong, message) -> None:
+    indices = drifting_lists(query_block).to(dtype)
     indices[0, 1, 5] = indices[0, 1, 0] if wrong is None else wrong
-    case = case_of(torch.bfloat16, indices, block)
+    case = case_of(torch.bfloat16, indices, query_block)
     with pytest.raises(ValueError, match=message):
-        sparse_attention(case.q, case.k, case.v, indices, block=block, backend="cpu")
+        sparse_attention(case.q, case.k, case.v, indices, query_block=query_block, backend="cpu")
 
 
 def test_a_key_beyond_32_bits_is_refused() -> None:

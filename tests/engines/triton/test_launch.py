@@ -17,7 +17,7 @@ from streamkl.engines.triton import architecture
 from streamkl.engines.triton.launch import Launch, is_aligned
 from streamkl.engines.triton.meta import Group
 from streamkl.problem import Inputs, Problem, Side, Support
-from streamkl.state import Normalisers
+from streamkl.state import RowStats
 
 pytest.importorskip("triton")
 
@@ -31,42 +31,44 @@ def meta_problem(
     dims=(128, 64),
     packed=0,
     deterministic=False,
-    summed=False,
+    head_summed=False,
     named=0,
-) -> tuple[Problem, Inputs, Normalisers]:
+) -> tuple[Problem, Inputs, RowStats]:
     def tensor(count: int, n: int, dim: int) -> torch.Tensor:
         return torch.empty(batch, count, n, dim, dtype=torch.bfloat16, device="meta")
 
     nq, nk = tokens
     inputs = Inputs(
         tensor(heads[0], nq, dims[0]), tensor(heads[1], nk, dims[0]), tensor(heads[2], nq, dims[1]),
-        tensor(heads[3], nk, dims[1]), torch.empty(batch, nq, heads[2], device="meta").mT if summed else None,
+        tensor(heads[3], nk, dims[1]), torch.empty(batch, nq, heads[2], device="meta").mT if head_summed else None,
     )  # fmt: skip
     cu = (torch.empty(packed + 1, dtype=torch.int32, device="meta") for _ in range(2)) if packed else (None, None)
     topk = torch.empty(batch, 1, nq, named, dtype=torch.int32, device="meta") if named else None
     support = Support.of(inputs.b_q, inputs.b_k, None, 0, *cu, topk=topk)
     problem = Problem(
-        Side.of(*inputs[:2]), Side.of(inputs.b_q, inputs.b_k, summed=summed), support, deterministic
+        Side.of(*inputs[:2]), Side.of(inputs.b_q, inputs.b_k, head_summed=head_summed), support, deterministic
     )  # fmt: skip
     counts = (heads[0], heads[0], problem.distributions, problem.distributions)
     rows = [torch.empty(batch, n, nq, device="meta") for n in counts]
-    return problem, inputs, Normalisers(*rows)
+    return problem, inputs, RowStats(*rows)
 
 
-def every_plan(problem: Problem, inputs: Inputs, norm: Normalisers) -> dict[str, list[Launch]]:
+def every_plan(problem: Problem, inputs: Inputs, stats: RowStats) -> dict[str, list[Launch]]:
     from streamkl.engines.triton import _plans
 
     plans = _plans(problem.support)
     found = {
         "lse": plans.logsumexp(problem.support, problem.a, inputs.a_q, inputs.a_k, None, ARCH)[0],
         "lse of b": plans.logsumexp(problem.support, problem.b, inputs.b_q, inputs.b_k, inputs.b_w, ARCH)[0],
-        "backward": plans.backward(problem, inputs, norm, norm.m_b, norm.m_b, problem.group == 1, True, ARCH)[0],
-        "train": plans.train(problem, inputs, norm, norm.m_b, ARCH)[0],
+        "backward": plans.backward(problem, inputs, stats, stats.m_b, stats.m_b, problem.head_group == 1, True, ARCH)[
+            0
+        ],
+        "train": plans.train(problem, inputs, stats, stats.m_b, ARCH)[0],
     }
-    if problem.group == 1 and not problem.b.summed:
+    if problem.head_group == 1 and not problem.b.head_summed:
         found["paired"] = plans.paired_rows(problem, inputs, ARCH)[0]
     else:
-        found["mixture"] = plans.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, ARCH)[0]
+        found["mixture"] = plans.mixture_rows(problem, inputs, stats.m_a, stats.ln_l_a, ARCH)[0]
     return found
 
 
@@ -82,8 +84,8 @@ def test_batch_times_heads_beyond_65535_lies_on_grid_x(named: int) -> None:
 
 @pytest.mark.parametrize("packed", [1, 7, 300])
 def test_packed_grids_have_a_block_a_sequence_to_spare(packed: int) -> None:
-    problem, inputs, norm = meta_problem(batch=1, packed=packed)
-    for launch in every_plan(problem, inputs, norm)["paired"]:
+    problem, inputs, stats = meta_problem(batch=1, packed=packed)
+    for launch in every_plan(problem, inputs, stats)["paired"]:
         rows = 4096 * Group.of(problem).pack
         assert launch.arguments["blocks"] == rows // launch.constants["ROWS"] + packed
 
@@ -93,12 +95,12 @@ def test_packed_grids_have_a_block_a_sequence_to_spare(packed: int) -> None:
 @pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1), (8, 2, 4, 1)], ids=["per_head", "groups", "indexer"])
 def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_allocated(heads, how, packed):
     """Meta tensors have no values to read: a plan that waited for one would fail here."""
-    summed = heads == (8, 2, 4, 1)
-    problem, inputs, norm = meta_problem(
-        heads, (48, 5000), 1, packed=packed, deterministic=how == "deterministic", summed=summed,
+    head_summed = heads == (8, 2, 4, 1)
+    problem, inputs, stats = meta_problem(
+        heads, (48, 5000), 1, packed=packed, deterministic=how == "deterministic", head_summed=head_summed,
         named=2048 if how == "named" else 0,
     )  # fmt: skip
-    allowed = {tuple(x.shape) for x in (*inputs, *norm) if x is not None} | {()}
+    allowed = {tuple(x.shape) for x in (*inputs, *stats) if x is not None} | {()}
 
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -111,7 +113,7 @@ def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_all
             return out
 
     with Allocations():
-        every_plan(problem, inputs, norm)
+        every_plan(problem, inputs, stats)
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1)], ids=["per_head", "groups"])
@@ -146,9 +148,9 @@ def test_a_table_for_a_new_gpu_starts_from_the_one_before_it(tmp_path: Path) -> 
     ids=["share_keys", "share_fewer", "list_a_head", "indexer"],
 )
 def test_heads_that_share_a_list_and_key_heads_share_a_program(heads, lists, rows) -> None:
-    problem, inputs, norm = meta_problem(heads, (64, 64), 1, summed=heads == (8, 2, 4, 1), named=16)
+    problem, inputs, stats = meta_problem(heads, (64, 64), 1, head_summed=heads == (8, 2, 4, 1), named=16)
     support = replace(problem.support, topk=torch.empty(1, lists, 64, 16, dtype=torch.int32, device="meta"))
-    for name, launches in every_plan(replace(problem, support=support), inputs, norm).items():
+    for name, launches in every_plan(replace(problem, support=support), inputs, stats).items():
         sweeps = [launch for launch in launches if "ROWS" in launch.constants]
         if name in ("backward", "train", "lse of b"):
             assert {launch.programs for launch in sweeps} == {64 * heads[2] // rows}, name

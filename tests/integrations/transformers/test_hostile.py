@@ -299,13 +299,13 @@ def test_a_snapshot_in_the_hubs_cache_is_links_to_blobs_and_loads(llama: Saved, 
     ("value", "message"),
     [
         ("oracle", "kind of the selector must be one of"),
-        ({"kind": ["oracle"], "topk": 1, "block": 1}, "kind of the selector must be one of"),
-        ({"kind": "oracle", "topk": 1}, "the selector lacks block"),
+        ({"kind": ["oracle"], "topk": 1, "query_block": 1}, "kind of the selector must be one of"),
+        ({"kind": "oracle", "topk": 1}, "the selector lacks query_block"),
         (
-            {"kind": "oracle", "topk": True, "block": 1},
+            {"kind": "oracle", "topk": True, "query_block": 1},
             "topk of the selector must be an integer from .*: got True",
         ),
-        ({"kind": "random", "topk": 1, "block": 1, "seed": 1 << 64}, "seed of the selector must be an integer"),
+        ({"kind": "random", "topk": 1, "query_block": 1, "seed": 1 << 64}, "seed of the selector must be an integer"),
     ],
 )
 def test_what_describes_no_selector_is_refused(value: Any, message: str) -> None:

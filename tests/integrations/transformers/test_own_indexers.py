@@ -44,7 +44,7 @@ def test_sparse_it_attends_to_the_keys_that_transformers_masks_all_others_for(fa
     cache = DynamicCache(config=model.config)
     model(ids[:, :10], past_key_values=cache)
     handle = skl.sparsify(model)
-    assert handle.selector == IndexerSelector(topk=6, block=1)
+    assert handle.selector == IndexerSelector(topk=6, query_block=1)
     masked.check(model(ids).logits)
     rest = model(ids[:, 10:], past_key_values=cache).logits  # the cache holds index keys as transformers rotates them
     masked.check(rest, masked.logits[:, 10:])

@@ -66,9 +66,9 @@ def test_decoding_is_dense_unless_asked_otherwise() -> None:
 
         with handle.watch(count):
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
-    blocks, layers = TOKENS // 2, 2
-    assert lists["None"] == [blocks] * layers + [None] * 2 * layers
-    assert lists["sparse"] == [blocks] * layers + [1] * 2 * layers
+    query_blocks, layers = TOKENS // 2, 2
+    assert lists["None"] == [query_blocks] * layers + [None] * 2 * layers
+    assert lists["sparse"] == [query_blocks] * layers + [1] * 2 * layers
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def test_a_watcher_sees_what_was_attended_to() -> None:
     assert (call.q.shape, call.k.shape) == ((2, 4, TOKENS, 8), (2, 2, TOKENS, 8))
     assert call.scale == 8**-0.5
     assert (call.index.index_q.shape, call.index.index_k.shape) == ((2, 1, TOKENS, 8), (2, TOKENS, 8))
-    assert (seen[0].indices.shape, seen[0].block) == ((2, TOKENS // 4, 6), 4)
+    assert (seen[0].indices.shape, seen[0].query_block) == ((2, TOKENS // 4, 6), 4)
 
 
 @pytest.mark.parametrize(("family", "head_dim", "rotated"), [("llama", 4, 4), ("llama", 12, 8), ("qwen3_next", 8, 4)])
@@ -108,7 +108,7 @@ def test_a_model_is_loaded_by_name(tmp_path) -> None:
     dense = tiny_model("llama")
     dense.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="streamkl_window")
-    assert (model.streamkl.selector.topk, model.streamkl.selector.block) == (2048, 64)
+    assert (model.streamkl.selector.topk, model.streamkl.selector.query_block) == (2048, 64)
     assert model.config._attn_implementation == "streamkl_window"
     torch.testing.assert_close(model(ids).logits, dense(ids).logits)
     with pytest.raises(ValueError, match="nothing to select keys with"):
@@ -118,7 +118,7 @@ def test_a_model_is_loaded_by_name(tmp_path) -> None:
 @torch.no_grad()
 def test_a_selector_of_ones_own_selects() -> None:
     class Mine:
-        topk, block = 4, 2
+        topk, query_block = 4, 2
 
         def select(self, call):
             return OracleSelector(4, 2).select(call)

@@ -63,7 +63,7 @@ def test_a_folder_of_indexers_gives_the_same_selection(sparse, tmp_path) -> None
         "kind": "head", "head_dim": 8, "rope_dim": 8, "rope_layout": "half", "activation": "relu", "heads": 1,
         "temperature": False,
     }  # fmt: skip
-    selector = {"kind": "indexer", "topk": 5, "block": 2, "activation": "relu", "normalise": None}
+    selector = {"kind": "indexer", "topk": 5, "query_block": 2, "activation": "relu", "normalise": None}
     assert description["selector"] == selector
     other = tiny_model("llama")
     assert skl.sparsify(other, indexers=tmp_path / "indexers").selector == sparse.selector

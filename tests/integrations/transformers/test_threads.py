@@ -24,7 +24,7 @@ def sparse_model(family: str, **options: Any) -> Any:
     """A model that selects few keys, by indexers."""
     model = tiny_model(family)
     indexers = skl.new_indexers(model, head_dim=8) if family in GROUPED_QUERY else None
-    skl.sparsify(model, IndexerSelector(topk=4, block=1), indexers, decode="sparse", **options)
+    skl.sparsify(model, IndexerSelector(topk=4, query_block=1), indexers, decode="sparse", **options)
     return model
 
 

@@ -14,13 +14,13 @@ TOKENS = 384
 
 
 @torch.no_grad()
-def check(model: PreTrainedModel, prompt: Tensor, block: int) -> float:
+def check(model: PreTrainedModel, prompt: Tensor, query_block: int) -> float:
     """Raises `RedGateError` if sparse logits differ from sdpa's more than twice as much as eager attention's do.
 
     Args:
         model: The model, dense.
         prompt: ``[1, N]``: its first tokens are read.
-        block: Queries that share a list.
+        query_block: Queries that share a list.
 
     Returns:
         The largest difference of a logit, as a share of what is allowed.
@@ -31,7 +31,7 @@ def check(model: PreTrainedModel, prompt: Tensor, block: int) -> float:
         model.set_attn_implementation(name)
         logits[name] = model(prompt).logits.float()
     model.set_attn_implementation("sdpa")
-    handle = sparsify(model, WindowSelector(prompt.shape[1], block))
+    handle = sparsify(model, WindowSelector(prompt.shape[1], query_block))
     ours = model(prompt).logits.float()
     handle.remove()
     one_rounding = torch.finfo(model.dtype).eps * logits["sdpa"].abs().max()

@@ -17,12 +17,12 @@ GATE_TOKENS = 512
 
 
 class Layer(NamedTuple):
-    """What is measured: ``tokens`` of a layout of heads, ``topk`` keys for ``block`` queries, a one-head indexer."""
+    """The measured layer: ``tokens`` of a layout of heads, ``topk`` keys per query block, a one-head indexer."""
 
     layout: Layout
     tokens: int
     topk: int = 2048
-    block: int = 64
+    query_block: int = 64
     index_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
 
@@ -51,12 +51,12 @@ def run(layer: Layer, budget: float) -> Seconds:
     q, k, v, index_q, index_k = _drawn(layer)
     # As transformers calls it: key heads are repeated, for this kernel wants as many as query heads.
     keys, values = (x.repeat_interleave(layer.layout.heads // layer.layout.kv_heads, 1) for x in (k, v))
-    lists = index_topk(index_q, index_k, topk=layer.topk, block=layer.block)
+    lists = index_topk(index_q, index_k, topk=layer.topk, query_block=layer.query_block)
     times = measure.alternate(
         {
             "sdpa": lambda: functional.scaled_dot_product_attention(q, keys, values, is_causal=True),
-            "selection": lambda: index_topk(index_q, index_k, topk=layer.topk, block=layer.block),
-            "attention": lambda: sparse_attention(q, k, v, lists, block=layer.block),
+            "selection": lambda: index_topk(index_q, index_k, topk=layer.topk, query_block=layer.query_block),
+            "attention": lambda: sparse_attention(q, k, v, lists, query_block=layer.query_block),
         },
         budget,
     )
@@ -67,8 +67,8 @@ def check(layer: Layer) -> None:
     """Raises `RedGateError` if with lists of all keys the output differs from dense attention by more than rounding."""
     small = layer._replace(tokens=min(layer.tokens, GATE_TOKENS))
     q, k, v, index_q, index_k = _drawn(small)
-    lists = index_topk(index_q, index_k, topk=small.tokens, block=small.block)
-    ours = sparse_attention(q, k, v, lists, block=small.block).double()
+    lists = index_topk(index_q, index_k, topk=small.tokens, query_block=small.query_block)
+    ours = sparse_attention(q, k, v, lists, query_block=small.query_block).double()
     group = small.layout.heads // small.layout.kv_heads
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
     dense = functional.scaled_dot_product_attention(q, keys, values, is_causal=True).double()

@@ -22,7 +22,7 @@ class Prefill:
         tokens: Of the prompt.
         method: ``dense``, or the selector's name.
         topk: Keys that a list has, 0 for dense.
-        block: Queries that share a list, 0 for dense.
+        query_block: Queries that share a list, 0 for dense.
         dtype: Of weights and activations.
         threads: CPU threads.
         keep_memory: Whether freed memory stayed with the process (`allocator`).
@@ -40,7 +40,7 @@ class Prefill:
     tokens: int
     method: str
     topk: int
-    block: int
+    query_block: int
     dtype: str
     threads: int
     keep_memory: bool = True
@@ -66,7 +66,11 @@ class Prefill:
     @property
     def name(self) -> str:
         """The method and its budget."""
-        return self.method if self.method == "dense" else f"{self.method}, {self.topk:,} keys a block of {self.block}"
+        return (
+            self.method
+            if self.method == "dense"
+            else f"{self.method}, {self.topk:,} keys a query block of {self.query_block}"
+        )
 
 
 def append(path: Path, record: Prefill) -> None:

@@ -40,7 +40,7 @@ class Job:
         selector: One of `SELECTORS`.
         indexers: The folder of indexers; untrained ones if ``None``.
         topk: Keys that a list has.
-        block: Queries that share a list.
+        query_block: Queries that share a list.
         index_dim: Of untrained indexers.
         dtype: Of weights and activations.
         threads: CPU threads.
@@ -54,7 +54,7 @@ class Job:
     selector: str = "indexer"
     indexers: str | None = None
     topk: int = 2048
-    block: int = 64
+    query_block: int = 64
     index_dim: int = 128
     dtype: str = "bfloat16"
     threads: int = 1
@@ -68,7 +68,7 @@ def run(job: Job, memory: bool) -> Iterator[Prefill]:
     if job.keep_memory:
         allocator.keep_freed_memory()
     model, prompt = _prepared(job)
-    gate.check(model, prompt, job.block)
+    gate.check(model, prompt, job.query_block)
     passes: dict[str, list[dict[str, float]]] = {"dense": [], job.selector: []}
     for _ in range(job.rounds):
         for method, seen in passes.items():
@@ -109,7 +109,7 @@ def _sparsify(model: PreTrainedModel, job: Job) -> SparseModel:
     if job.selector == "indexer" and indexers is None:
         torch.manual_seed(0)
         indexers = new_indexers(model, head_dim=job.index_dim).to(model.dtype)
-    return sparsify(model, SELECTORS[job.selector](job.topk, job.block), indexers)
+    return sparsify(model, SELECTORS[job.selector](job.topk, job.query_block), indexers)
 
 
 def _parts(model: PreTrainedModel, handle: SparseModel | None) -> dict[nn.Module, str]:
@@ -126,7 +126,7 @@ def _record(job: Job, model: PreTrainedModel, method: str) -> Prefill:
     return Prefill(
         model=job.model, random_weights=job.model in models.SHAPES, layers=config.num_hidden_layers,
         all_layers=models.layers_of(job.model),
-        tokens=job.tokens, method=method, topk=0 if dense else job.topk, block=0 if dense else job.block,
+        tokens=job.tokens, method=method, topk=0 if dense else job.topk, query_block=0 if dense else job.query_block,
         dtype=job.dtype, threads=job.threads, keep_memory=job.keep_memory, machine=machine.facts(torch.device("cpu")),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """The CPU engine: fused C++ over the matrix products of PyTorch itself (oneDNN's brgemm).
 
 ``lanes.h`` has sixteen floats and their arithmetic, ``tile.cpp`` a tile's products and packing, ``rows.h`` masks and
-row states, ``forward.cpp`` and ``backward.cpp`` the sweeps with the names of ``tiled.py``, over the teachers of
-``target.h`` and the students of ``student.h``; the files called ``listed`` have the same for rows that name their keys.
-``build.py`` compiles and caches them. Products are bfloat16 where the inputs are and the CPU has them, and float32
-elsewhere; everything after them is float32.
+row states, ``forward.cpp`` and ``backward.cpp`` the passes with the names of ``tiled.py``, over the teachers of
+``target.h`` and the students of ``student.h``; the files ``gathered_*`` have the same for selected keys. ``build.py``
+compiles and caches them. Products are bfloat16 where the inputs are and the CPU has them, and float32 elsewhere;
+everything after them is float32.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from streamkl.engines.cpu import build
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
-from streamkl.state import Normalisers
+from streamkl.state import RowStats
 
 name = "cpu"
 summary = "fused C++ on PyTorch's own matrix products"
-checks_lists = True
+checks_topk = True
 
 
 def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
@@ -38,11 +38,11 @@ def broken(device: torch.device, problem: Problem | None = None) -> str | None:
 def products() -> str:
     """How this CPU multiplies each dtype, for people to read."""
     build.load()
-    ways = (
+    dtypes = (
         f"{str(dtype)[6:]} {'as it is' if torch.ops.streamkl_cpu.native(dtype) else 'in float32'}"
         for dtype in (torch.bfloat16, torch.float16)
     )
-    return f"{build.capability()}, products of {', of '.join(ways)}"
+    return f"{build.capability()}, products of {', of '.join(dtypes)}"
 
 
 def _unsuited(device: torch.device, problem: Problem | None) -> str | None:
@@ -79,17 +79,17 @@ def logsumexp(
     )
 
 
-def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
-    """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its normalisers."""
+def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, RowStats]:
+    """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its row stats."""
     paired = _operator("paired_rows", problem.support)
-    kl, mean, *norm = paired(*inputs[:4], *_keys(problem.support), *_numbers(problem))
-    return kl, mean, Normalisers(*norm)
+    kl, mean, *stats = paired(*inputs[:4], *_keys(problem.support), *_numbers(problem))
+    return kl, mean, RowStats(*stats)
 
 
 def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
+    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose row stats are known."""
     rows = (m_a.contiguous(), ln_l_a.contiguous())
     return _operator("mixture_rows", problem.support)(*_tensors(problem, inputs), *rows, *_numbers(problem))
 
@@ -97,17 +97,17 @@ def mixture_rows(
 def backward(
     problem: Problem,
     inputs: Inputs,
-    norm: Normalisers,
+    stats: RowStats,
     mean: Tensor | None,
     row_grad: Tensor,
     want_a: bool,
     want_b: bool,
 ) -> Gradients:
-    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one sweep for dQ and dK."""
-    unread = norm.m_b if mean is None else mean
-    rows = (x.contiguous() for x in (*norm, unread, row_grad.float()))
-    sweep = _operator("backward", problem.support)
-    gradients = sweep(*_tensors(problem, inputs), *rows, *_numbers(problem), want_a, want_b)
+    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one pass for dQ and dK."""
+    unread = stats.m_b if mean is None else mean
+    rows = (x.contiguous() for x in (*stats, unread, row_grad.float()))
+    operator = _operator("backward", problem.support)
+    gradients = operator(*_tensors(problem, inputs), *rows, *_numbers(problem), want_a, want_b)
     wanted = (want_a, want_a, want_b, want_b, want_b and inputs.b_w is not None)
     return Gradients(
         *(
@@ -117,51 +117,61 @@ def backward(
     )
 
 
-def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
-    """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one sweep over ``a``."""
-    rows = (x.contiguous() for x in (*norm, weight))
-    sweep = _operator("train", problem.support)
-    loss, dq, dk, dw, mass = sweep(*_tensors(problem, inputs), *rows, *_numbers(problem))
+def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
+    """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one pass over ``a``."""
+    rows = (x.contiguous() for x in (*stats, weight))
+    operator = _operator("train", problem.support)
+    loss, dq, dk, dw, mass = operator(*_tensors(problem, inputs), *rows, *_numbers(problem))
     return loss, Gradients(None, None, dq, dk.contiguous(), None if inputs.b_w is None else dw), mass
 
 
 def index_topk(
-    support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, lse: Tensor | None, topk: int, block: int
+    support: Support,
+    side: Side,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    lse: Tensor | None,
+    topk: int,
+    query_block: int,
 ) -> Tensor:
-    """The keys of the highest scores of an indexer, ``[B, lists, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
+    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
     weights = _weights(side, q, w)
     lse = None if lse is None else lse.float().contiguous()
-    if weights is None and side.scale <= 0:  # scores do not rise with the products, so they are made one by one
+    if weights is None and side.scale <= 0:  # scores do not rise with the products: compute each of them
         weights = q.new_ones(q.shape[:3], dtype=torch.float32)
     return torch.ops.streamkl_cpu.index_topk(
-        q, k, weights, lse, _list_table(support, block), side.scale, side.relu, topk, support.list_count(block), block,
-        *_window(support),
+        q, k, weights, lse, _block_table(support, query_block), side.scale, side.relu, topk,
+        support.query_block_count(query_block), query_block, *_window(support),
     )  # fmt: skip
 
 
-def attention_topk(support: Support, side: Side, q: Tensor, k: Tensor, lse: Tensor, topk: int, block: int) -> Tensor:
-    """The keys of the highest attention, mean over heads, ``[B, lists, topk]``; ``lse [B, H, Nq]``."""
+def attention_topk(
+    support: Support, side: Side, q: Tensor, k: Tensor, lse: Tensor, topk: int, query_block: int
+) -> Tensor:
+    """The keys of the highest head-mean attention, ``[B, query_blocks, topk]``; ``lse [B, H, Nq]``."""
     m = lse.float().contiguous()
     rest = (lse - m).float()
     ln_l = torch.where(rest.isfinite(), rest, 0.0).contiguous()
     return torch.ops.streamkl_cpu.attention_topk(
-        q, k, m, ln_l, _list_table(support, block), side.scale, topk, support.list_count(block), block,
-        *_window(support),
+        q, k, m, ln_l, _block_table(support, query_block), side.scale, topk, support.query_block_count(query_block),
+        query_block, *_window(support),
     )  # fmt: skip
 
 
 def first_wrong_row(topk: Tensor, nk: int) -> int:
-    """The first row of ``topk [B, lists, Nq, K]`` that ``validation.check_topk`` refuses, or -1."""
+    """The first row of ``topk [B, topk_heads, Nq, K]`` that ``validation.check_topk`` refuses, or -1."""
     return torch.ops.streamkl_cpu.first_wrong_row(topk, nk)
 
 
 def sparse_attention(
-    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int
+    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int
 ) -> Tensor:
-    """Attention over the keys of ``indices [B, lists, K]``: ``[B, H, Nq, Dv]``."""
+    """Attention over the selected keys ``indices [B, query_blocks, K]``: ``[B, H, Nq, Dv]``."""
     return torch.ops.streamkl_cpu.sparse_attention(
-        q, k, v, indices.to(torch.int32).contiguous(), _list_table(support, block), block, side.scale, *_window(support)
-    )
+        q, k, v, indices.to(torch.int32).contiguous(), _block_table(support, query_block), query_block, side.scale,
+        *_window(support),
+    )  # fmt: skip
 
 
 def _tensors(problem: Problem, inputs: Inputs) -> tuple[Tensor | None, ...]:
@@ -170,26 +180,26 @@ def _tensors(problem: Problem, inputs: Inputs) -> tuple[Tensor | None, ...]:
 
 
 def _weights(side: Side, q: Tensor, w: Tensor | None) -> Tensor | None:
-    """The weights ``[B, J, Nq]`` in float32 of heads that are added up; ``None`` for one head of weight 1."""
+    """The weights ``[B, J, Nq]`` of a head-summed side, in float32; ``None`` for one head of weight 1."""
     if w is not None:
         return w.float().contiguous()
-    return q.new_ones(q.shape[:3], dtype=torch.float32) if side.summed and side.heads > 1 else None
+    return q.new_ones(q.shape[:3], dtype=torch.float32) if side.head_summed and side.heads > 1 else None
 
 
 def _operator(name: str, support: Support) -> Callable[..., Any]:
-    """The operator of a name, or the one for rows that name their keys."""
-    return getattr(torch.ops.streamkl_cpu, name if support.topk is None else f"listed_{name}")
+    """The operator of a name, or the one over selected keys."""
+    return getattr(torch.ops.streamkl_cpu, name if support.topk is None else f"gathered_{name}")
 
 
 def _keys(support: Support) -> tuple[Tensor, ...]:
-    """The sequences as ``[sequences, 6]``, in the order of their fields, and the lists of keys if there are any."""
+    """The sequences as ``[sequences, 6]``, in the order of their fields, and the top-k indices if there are any."""
     table = torch.tensor(list(support.sequences()), dtype=torch.int64, device="cpu").reshape(-1, 6)
     return (table,) if support.topk is None else (table, support.topk)
 
 
-def _list_table(support: Support, block: int) -> Tensor:
-    """The sequences as ``[sequences, 7]``, each with the first of the lists that its rows share."""
-    rows = [(*seq, first) for seq, first in support.shared_lists(block)]
+def _block_table(support: Support, query_block: int) -> Tensor:
+    """The sequences as ``[sequences, 7]``, each with the number of its first query block."""
+    rows = [(*seq, first) for seq, first in support.query_blocks(query_block)]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 7)
 
 

@@ -1,4 +1,4 @@
-// The backward sweeps of tiled.py, which make dQ and dK at once, and the one that makes the loss as well.
+// The backward passes of tiled.py, which compute dQ and dK at once, and the pass that computes the loss as well.
 #include "gradient.h"
 #include "kernels.h"
 #include "student.h"
@@ -12,7 +12,7 @@
 
 namespace streamkl::cpu {
 
-// Keys that sixteen rows do not see have a gradient of 0, too.
+// Sets the gradients of keys that none of the sixteen rows sees to 0.
 STREAMKL_INLINE void clear_outside(float* dx, const Span& span, const Part& part) {
   for (int64_t j = part.j0; j < span.begin; j++) store(dx + j * kStrip, Lanes{});
   for (int64_t j = span.end; j < part.j1; j++) store(dx + j * kStrip, Lanes{});
@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   int64_t together = heads / b_k.size(1);
   if (want_a) together = std::lcm(together, heads / a_k.size(1));
   const int64_t bytes = std::max(side_of(a_q, a_k, a_scale, a_relu)->bytes_of_row() * group, like.bytes_of_row(want_b));
-  const auto units = units_of(table, window, rows_at_once(bytes), heads, together);
+  const auto head_groups = head_groups_of(table, window, rows_at_once(bytes), heads, together);
   SideGradient grad_a(want_a, a_q, a_k, false), grad_b(want_b, b_q, b_k, false);
   const Tensor d_w = b_w && want_b ? at::zeros_like(*b_w) : at::empty({0}, m_b.options());
   const auto gradient = dispatch(quick, a_relu, b_relu, [](auto precision, auto relu_a, auto relu_b) {
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     return &mixture_gradient<precision(), relu(), kStrip>;
   });
   const auto factor_a = static_cast<float>(a_scale), factor_b = static_cast<float>(like.scale());
-  each_turn(units, quick, [&] {
+  each_turn(head_groups, quick, [&] {
     return [&, a = side_of(a_q, a_k, a_scale, a_relu), b = Student(b_q, b_k, b_w, b_scale, b_relu),
             target = paired ? std::optional<Target>() : Target(side_of(a_q, a_k, a_scale, a_relu), group, quick),
             xa = Buffer<float>(kBlockK * kStrip), xb = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(paired ? 0 : kBlockK * kBlockQ), rows_a = GradientRows(),
@@ -100,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
   const Student like(b_q, b_k, b_w, b_scale, b_relu);
   const bool quick = fast(a_q, b_q, a_scale, like.scale());
   const int64_t rows = rows_at_once(std::max(side_of(a_q, a_k, a_scale, a_relu)->bytes_of_row() * group, like.bytes_of_row(true)));
-  const auto units = units_of(table, window, rows, heads, heads / b_k.size(1));
+  const auto head_groups = head_groups_of(table, window, rows, heads, heads / b_k.size(1));
   SideGradient grad_b(true, b_q, b_k, true);
   const Tensor d_w = b_w ? at::zeros_like(*b_w) : at::empty({0}, m_b.options());
   auto kl = rows_like(b_q, heads, 0.0f), mass = rows_like(b_q, heads, 1.0f);
@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     return &TrainState::update<precision(), relu(), kStrip>;
   });
   const auto factor = static_cast<float>(like.scale());
-  each_turn(units, quick, [&] {
+  each_turn(head_groups, quick, [&] {
     return [&, target = Target(side_of(a_q, a_k, a_scale, a_relu), group, quick), b = Student(b_q, b_k, b_w, b_scale, b_relu),
             x = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(kBlockK * kBlockQ),
             rows_b = GradientRows()](const Block& block, int64_t r, const Turns::Task& task) mutable {

@@ -1,4 +1,4 @@
-// The tile products of a forward and nothing else, on operands that are packed already: the yardstick of the benchmark.
+// The tile products of a forward and nothing else, on packed operands: a baseline of the benchmark.
 #include "threads.h"
 
 #include <ATen/core/Tensor.h>
@@ -47,7 +47,7 @@ void multiply(
       const int64_t tiles = causal ? std::min(a.tiles, (row + count + block_k - 1) / block_k) : a.tiles;
       float sum = 0.0f;
       for (int64_t tile = 0; tile < tiles; tile++) {
-        // The tile on the diagonal is made of two, and the first of them has fewer keys.
+        // The tile on the diagonal has two parts, and the first one has fewer keys.
         const int64_t step = causal && tile + 1 == tiles ? (block_q + 1) / 2 : block_q;
         for (int64_t i = 0; i < count; i += step) {
           const int64_t rows = std::min(step, count - i);
@@ -65,7 +65,8 @@ void multiply(
   });
 }
 
-// Returns, for each block of rows, the sum of its tiles' last products, [B * R * blocks], the last block of a head first.
+// Returns, for each block of rows, the sum of its tiles' last products, [B * R * blocks], the last block of a head
+// first.
 Tensor bare_products(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, int64_t block_q, int64_t block_k,
     bool causal) {

@@ -1,4 +1,4 @@
-// The forward sweeps of tiled.py over the tiles of tile.h.
+// The forward passes of tiled.py over the tiles of tile.h.
 #include "kernels.h"
 #include "outputs.h"
 #include "student.h"

@@ -1,4 +1,4 @@
-// Keys and values of a list, gathered and packed for brgemm a tile at a time.
+// Selected keys and values, gathered and packed for brgemm a tile at a time.
 #pragma once
 
 #include "tile.h"

@@ -1,32 +1,32 @@
-// Gradients of logits, and the loss that is made with them: of sixteen rows at a time, or of sixteen keys of one row.
+// Gradients of logits, and the loss computed with them: of sixteen rows at a time, or of sixteen keys of one row.
 #pragma once
 
-#include "sweep.h"
+#include "pass.h"
 
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 namespace streamkl::cpu {
 
-// What the gradients of sixteen lanes need: their rows' normalisers and weights, and the factor that dx is multiplied by. Rows
-// of weight 0 have a gradient of 0 whatever their logits are.
+// What the gradients of sixteen lanes need: row max, ln of the row sum, weight, and the factor of dx. Rows of weight 0
+// have a gradient of 0, whatever their logits are.
 struct GradientLanes {
   Lanes m, ln_l, weight, factor;
 };
 
-// The same of a block's rows.
+// The same for the rows of a block.
 struct GradientRows {
-  Normaliser norm;
+  RowStats stats;
   Row weight, factor;
   void take(const Block& block, int64_t r, const Rows& m, const Rows& ln_l, const Rows& weights, double scale) {
-    norm.take(block, r, m, ln_l);
+    stats.take(block, r, m, ln_l);
     weight.take(weights.at(block, r), block.rows());
     factor.take(weights.at(block, r), block.rows(), static_cast<float>(scale));
   }
-  GradientLanes operator[](int64_t i) const { return {norm.m[i], norm.ln_l[i], weight[i], factor[i]}; }
+  GradientLanes operator[](int64_t i) const { return {stats.m[i], stats.ln_l[i], weight[i], factor[i]}; }
 };
 
-// dx overwrites x, as everywhere here; lanes of the same rows are stride apart.
+// dx overwrites x; lanes of the same rows are stride apart.
 template <Precision precision, bool relu_a, bool relu_b, int64_t stride>
 void paired_gradient(
     float* a, float* b, const Span& span, float factor_a, float factor_b, const GradientLanes& rows_a,
@@ -34,7 +34,7 @@ void paired_gradient(
   const Lanes scale_a = splat(factor_a), scale_b = splat(factor_b), mu = mean;
   const Lanes m_a = rows_a.m, ln_l_a = rows_a.ln_l, weight_a = rows_a.factor;
   const Lanes m_b = rows_b.m, ln_l_b = rows_b.ln_l, weight_b = rows_b.factor;
-  const auto sweep = [&](auto with_a) {
+  const auto run = [&](auto with_a) {
     each_key(span, [&](int64_t j, auto mask, int) {
       const Lanes xa = load(a + j * stride), xb = load(b + j * stride);
       const Lanes za = (logit<relu_a>(xa, scale_a) - m_a), zb = (logit<relu_b>(xb, scale_b) - m_b);
@@ -49,7 +49,7 @@ void paired_gradient(
       }
     });
   };
-  want_a ? sweep(std::true_type{}) : sweep(std::false_type{});
+  want_a ? run(std::true_type{}) : run(std::false_type{});
 }
 
 template <Precision precision, bool relu, int64_t stride>
@@ -87,7 +87,7 @@ struct TrainState {
   }
 };
 
-// A row's divergence, and the loss of all: rows of weight 0 do not count, whatever their divergence is.
+// The divergence of a row, and the loss of all rows: rows of weight 0 do not count, whatever their divergence is.
 inline float trained(float s, float acc) { return s == 0.0f ? acc : acc / s - std::log(s); }
 inline Tensor weighted_sum(const Tensor& weights, const Tensor& kl) {
   return at::where(weights.ne(0), weights.mul(kl), at::zeros({}, kl.options())).sum();

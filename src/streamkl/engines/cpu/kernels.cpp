@@ -13,15 +13,15 @@ TORCH_LIBRARY(streamkl_cpu, library) {
   library.def("mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def("backward(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor mean, Tensor row_grad, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right, bool want_a, bool want_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("train(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor weight, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("index_topk(Tensor q, Tensor k, Tensor? w, Tensor? lse, Tensor table, float scale, bool relu, int topk, int lists, int block, int left, int right) -> Tensor");
-  library.def("attention_topk(Tensor q, Tensor k, Tensor m, Tensor ln_l, Tensor table, float scale, int topk, int lists, int block, int left, int right) -> Tensor");
+  library.def("index_topk(Tensor q, Tensor k, Tensor? w, Tensor? lse, Tensor table, float scale, bool relu, int topk, int query_blocks, int query_block, int left, int right) -> Tensor");
+  library.def("attention_topk(Tensor q, Tensor k, Tensor m, Tensor ln_l, Tensor table, float scale, int topk, int query_blocks, int query_block, int left, int right) -> Tensor");
   library.def("first_wrong_row(Tensor topk, int nk) -> int");
-  library.def("sparse_attention(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor table, int block, float scale, int left, int right) -> Tensor");
-  library.def("listed_logsumexp(Tensor q, Tensor k, Tensor? w, Tensor table, Tensor lists, float scale, bool relu, int left, int right) -> (Tensor, Tensor)");
-  library.def("listed_paired_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor table, Tensor lists, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("listed_mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor lists, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor)");
-  library.def("listed_backward(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor lists, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor mean, Tensor row_grad, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right, bool want_a, bool want_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("listed_train(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor lists, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor weight, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("sparse_attention(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor table, int query_block, float scale, int left, int right) -> Tensor");
+  library.def("gathered_logsumexp(Tensor q, Tensor k, Tensor? w, Tensor table, Tensor topk, float scale, bool relu, int left, int right) -> (Tensor, Tensor)");
+  library.def("gathered_paired_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor table, Tensor topk, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("gathered_mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor topk, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.def("gathered_backward(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor topk, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor mean, Tensor row_grad, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right, bool want_a, bool want_b) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("gathered_train(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor topk, Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b, Tensor weight, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(streamkl_cpu, CPU, library) {
@@ -34,11 +34,11 @@ TORCH_LIBRARY_IMPL(streamkl_cpu, CPU, library) {
   library.impl("attention_topk", &attention_topk);
   library.impl("first_wrong_row", &first_wrong_row);
   library.impl("sparse_attention", &sparse_attention);
-  library.impl("listed_logsumexp", &listed_logsumexp);
-  library.impl("listed_paired_rows", &listed_paired_rows);
-  library.impl("listed_mixture_rows", &listed_mixture_rows);
-  library.impl("listed_backward", &listed_backward);
-  library.impl("listed_train", &listed_train);
+  library.impl("gathered_logsumexp", &gathered_logsumexp);
+  library.impl("gathered_paired_rows", &gathered_paired_rows);
+  library.impl("gathered_mixture_rows", &gathered_mixture_rows);
+  library.impl("gathered_backward", &gathered_backward);
+  library.impl("gathered_train", &gathered_train);
 }
 
 }  // namespace streamkl::cpu

@@ -1,5 +1,5 @@
-// The engine's functions. Tensors are those of problem.py's Inputs, table its sequences; b_w [B, J, Nq] adds the heads of
-// b_q up to one distribution. Row vectors are [B, heads, Nq], contiguous floats.
+// The engine's functions. Tensors are those of problem.py's Inputs; table [sequences, 6] holds its sequences. b_w [B,
+// J, Nq] are the weights of a head-summed side b. Row vectors are [B, heads, Nq], contiguous floats.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,47 +34,48 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
-// The best keys [B, lists, topk], int32, of rows that share a list. Here and below, table names each sequence's first list,
-// too. An indexer's scale is positive, or its heads have weights [B, J, Nq]. lse [B, 1, Nq] is subtracted from its scores.
+// The best keys [B, query_blocks, topk], int32, of each query block. Here and in sparse_attention, table [sequences, 7]
+// also has the first query block of each sequence. An indexer's scale is positive, or its heads have weights [B, J,
+// Nq]. lse [B, 1, Nq] is subtracted from its scores.
 Tensor index_topk(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const std::optional<Tensor>& lse, const Tensor& table,
-    double scale, bool relu, int64_t topk, int64_t lists, int64_t block, int64_t left, int64_t right);
+    double scale, bool relu, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right);
 
 Tensor attention_topk(
     const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, const Tensor& table, double scale, int64_t topk,
-    int64_t lists, int64_t block, int64_t left, int64_t right);
+    int64_t query_blocks, int64_t query_block, int64_t left, int64_t right);
 
-// The first row, of those of topk [B, lists, Nq, K] one after another, that names a key twice or what is no key from 0 to nk - 1
-// and not -1 either; -1 if there is none.
+// The first row of topk [B, topk_heads, Nq, K], counted over all rows, that has a key twice, or an index that is
+// neither -1 nor a key from 0 to nk - 1; -1 if there is none.
 int64_t first_wrong_row(const Tensor& topk, int64_t nk);
 
-// out [B, H, Nq, Dv] over the keys of indices [B, lists, K], int32, contiguous.
+// out [B, H, Nq, Dv] over the selected keys indices [B, query_blocks, K], int32, contiguous.
 Tensor sparse_attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t block,
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t query_block,
     double scale, int64_t left, int64_t right);
 
-// The same where rows name their keys, in lists [B, lists, Nq, K] as problem.py's Support has them.
+// The passes over selected keys, topk [B, topk_heads, Nq, K] as in problem.py's Support.
 
-std::tuple<Tensor, Tensor> listed_logsumexp(
-    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, const Tensor& lists, double scale,
+std::tuple<Tensor, Tensor> gathered_logsumexp(
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, const Tensor& topk, double scale,
     bool relu, int64_t left, int64_t right);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> listed_paired_rows(
-    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, const Tensor& lists,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gathered_paired_rows(
+    const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, const Tensor& topk,
     double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> listed_mixture_rows(
+std::tuple<Tensor, Tensor, Tensor, Tensor> gathered_mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& lists, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+    const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& lists, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
+    const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
     double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a, bool want_b);
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> listed_train(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& lists, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
+    const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
     double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
 
 }  // namespace streamkl::cpu

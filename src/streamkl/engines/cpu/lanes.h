@@ -1,4 +1,4 @@
-// Sixteen floats side by side, and what is done to them: one AVX-512 register, or two of AVX2.
+// A vector of sixteen floats and its arithmetic: one AVX-512 register, or two of AVX2.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -99,10 +99,10 @@ STREAMKL_INLINE bool any(Ints mask) {
 #endif
 }
 
-// How exponentials are made. Products of bfloat16 and float16 err by far more than kFast does.
+// The precision of exponentials. Products of bfloat16 and float16 err far more than kFast does.
 enum class Precision { kFast, kExact };
 
-// 2^x within 2e-7 of it, and 2^0 = 1. nan stays nan, -inf gives 0, and so does what would be denormal.
+// 2^x with an error of at most 2e-7, and 2^0 = 1. nan stays nan; -inf and results that would be denormal give 0.
 STREAMKL_INLINE Lanes power_of_two(Lanes x) {
 #ifdef __AVX512F__
   const Lanes f = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
@@ -231,8 +231,8 @@ STREAMKL_INLINE void store_paired(void* to, Pairs even, Pairs odd) {
   store(static_cast<char*>(to) + sizeof(Pairs), __builtin_shuffle(even, odd, high));
 }
 
-// to[c][r] = row(r)[c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns. Of fewer rows or columns,
-// which cost less, the others are 0 or left out.
+// to[c][r] = row(r)[c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns. Of fewer rows or
+// columns, which cost less, the others are 0 or left out.
 template <int rows = 16, int columns = 16, typename Row>
 STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes) {
   constexpr Words low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
@@ -258,8 +258,8 @@ STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void*
   transpose_words<rows, columns>([&](int r) { return static_cast<const char*>(from) + r * from_bytes; }, to, to_bytes);
 }
 
-// The inner products of sixteen rows, stride apart, with one of a width in whole lanes. Sixteen sums of each product are kept, and
-// folded in the order that transposes them: float products made so err less than a library's.
+// The inner products of sixteen rows, stride apart, with one of a width in whole lanes. Sixteen sums of each product
+// are kept, and folded in the order that transposes them: float products made so err less than a library's.
 STREAMKL_INLINE Lanes inner_products(const float* rows, int64_t stride, const float* q, int64_t width) {
   constexpr Ints low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
   Lanes x[16] = {};

@@ -1,4 +1,4 @@
-// Keys of a row that are marked, and the rule for the keys that a row may name.
+// A set of keys as a bit mask, and the rule for the selected keys of a row.
 #pragma once
 
 #include <atomic>
@@ -8,12 +8,12 @@
 
 namespace streamkl::cpu {
 
-// Keys in any order are marked, and taken by rising key.
+// Keys are marked in any order, and visited by rising key.
 class Marks {
  public:
   explicit Marks(int64_t keys) : words_((keys + 63) / 64) {}
 
-  // Whether it was marked already.
+  // Marks a key; returns whether it was marked already.
   bool mark(int64_t key) {
     uint64_t& word = words_[key / 64];
     const uint64_t bit = uint64_t(1) << key % 64;
@@ -21,9 +21,9 @@ class Marks {
     word |= bit;
     return before;
   }
-  // Forgets a key and those that share its word.
+  // Unmarks a key and the others of its word.
   void forget(int64_t key) { words_[key / 64] = 0; }
-  // Visits the marked keys, and leaves none marked.
+  // Visits the marked keys, and unmarks them.
   template <typename Visit>
   void take(const Visit& visit) {
     for (size_t w = 0; w < words_.size(); w++)
@@ -34,9 +34,9 @@ class Marks {
   std::vector<uint64_t> words_;
 };
 
-// The keys that a row names, so many of them and so far apart.
+// The selected keys of a row: `columns` of them, `stride` apart.
 template <typename T>
-struct NamedRow {
+struct SelectedRow {
   const T* keys;
   int64_t columns, stride;
   int64_t operator[](int64_t c) const { return keys[c * stride]; }
@@ -44,10 +44,10 @@ struct NamedRow {
 
 inline bool is_key(int64_t key, int64_t nk) { return key >= 0 && key < nk; }
 
-// The rule of validation.check_topk: keys from 0 to nk - 1, or -1 for none, and no key twice. Marks the row's keys, and returns
-// whether it keeps the rule.
+// Marks the keys of a row; returns whether it keeps the rule of validation.check_topk: keys from 0 to nk - 1, or -1 for
+// none, and no key twice.
 template <typename T>
-bool mark_row(const NamedRow<T>& row, int64_t nk, Marks& marks) {
+bool mark_row(const SelectedRow<T>& row, int64_t nk, Marks& marks) {
   bool good = true;
   for (int64_t c = 0; c < row.columns; c++) {
     const int64_t key = row[c];

@@ -1,11 +1,11 @@
-// What forward sweeps give of their rows: [B, heads, Nq], and of a row that sees no key what they begin with.
+// The row vectors [B, heads, Nq] that forward passes write. They are initialised to the values of a dead row.
 #pragma once
 
-#include "sweep.h"
+#include "pass.h"
 
 namespace streamkl::cpu {
 
-// Writes a row's normaliser. A row whose logits are all -inf has nan.
+// Writes row max and ln of the row sum; nan for a row whose logits are all -inf.
 inline void write_pair(float m, float l, const Tensor& to_m, const Tensor& to_ln_l, const Block& block, int64_t head, int64_t i) {
   Rows(to_m).at(block, head)[i] = m == -kInf ? NAN : m;
   Rows(to_ln_l).at(block, head)[i] = std::log(l);
@@ -47,7 +47,7 @@ struct MixtureRows {
 
   void write(const MixtureState& state, int64_t l, const Block& block, int64_t r, int64_t i) const {
     const float sum = state.s[l];
-    // ln(l_b / s), where both are 1 to rounding if a row has one key: their difference is exact, their quotient is not.
+    // ln(l_b / s). Both are 1 up to rounding if a row has one key: their difference is exact, their quotient is not.
     const float divergence = sum == 0.0f ? state.acc[l] : state.acc[l] / sum + std::log1p((state.l_b[l] - sum) / sum);
     Rows(kl).at(block, r)[i] = state.m_b[l] == -kInf ? NAN : divergence;
     Rows(s).at(block, r)[i] = sum;

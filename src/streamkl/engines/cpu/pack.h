@@ -1,4 +1,4 @@
-// Rows of q and k as operands of products: copied, turned into columns, or laid in pairs.
+// Rows of q and k as operands of products: copied, transposed, or interleaved in pairs.
 #pragma once
 
 #include "lanes.h"
@@ -16,7 +16,7 @@ struct Strides {
   explicit Strides(const at::Tensor& x) : batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), dim(x.stride(3)) {}
 };
 
-// T is the tensors' dtype, P what products are made of: bfloat16 where the CPU has such products, float elsewhere.
+// T is the dtype of the tensors, P that of the products: bfloat16 where the CPU has such products, float elsewhere.
 template <typename T, typename P>
 struct Packing {
   static constexpr bool kVnni = !std::is_same_v<P, float>;  // B operands in pairs of k
@@ -59,7 +59,7 @@ struct Packing {
         transpose_words(from + i * stride + c, stride * sizeof(P), to + c * to_stride + i * kPair, to_stride * 4);
   }
 
-  // Copied rows as a right operand whose rows they are, and what is not finite as 0. A row has room up to the stride.
+  // Copied rows as a right operand; values that are not finite become 0. A row has room up to the stride.
   void pairs(const P* from, int64_t rows, P* to) const {
     for (int64_t i = 0; i < rows; i += kPair)
       for (int64_t c = 0; c < padded_dim; c += kLanes * kPair) {
@@ -70,7 +70,7 @@ struct Packing {
       }
   }
 
-  // A copied row in floats, padded_dim of them, and what is not finite as 0.
+  // A copied row as padded_dim floats; values that are not finite become 0.
   void floats(const P* from, float* to) const {
     for (int64_t c = 0; c < padded_dim; c += kLanes) {
       if constexpr (kVnni) store(to + c, widened<P>(finite(load<Shorts>(from + c))));
@@ -78,7 +78,8 @@ struct Packing {
     }
   }
 
-  // What is not finite would make nan of masked pairs in a gradient's product; where it counts, dx is nan.
+  // Values that are not finite would turn masked pairs of a gradient's product into nan. Where they count, dx is nan
+  // already.
   template <typename V>
   static V finite(V x) {
     constexpr Bits exponent = kVnni ? Bits(0x7f80) : Bits(0x7f800000u);

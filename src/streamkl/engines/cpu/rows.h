@@ -1,4 +1,4 @@
-// What a row keeps while its tiles go by, sixteen rows at a time, with the names of state.py.
+// Masks and row states, sixteen rows at a time, with the names of state.py.
 #pragma once
 
 #include "lanes.h"
@@ -7,14 +7,14 @@
 
 namespace streamkl::cpu {
 
-// Which keys of a tile sixteen rows see: each row a run [first, last), all of them [full_begin, full_end), none outside
-// of [begin, end).
+// Which keys of a tile sixteen rows see: each row sees a run [first, last), all rows see [full_begin, full_end), no row
+// sees a key outside of [begin, end).
 struct Span {
   int64_t begin, full_begin, full_end, end;
   Ints first, last;
 };
 
-// How the keys a row may see follow from where it is: a causal mask and a window leave a run of them.
+// The run of keys that a causal mask and a window leave to a row.
 struct Window {
   int64_t left, right;  // -1 is unbounded
 
@@ -35,7 +35,7 @@ struct Window {
   }
 };
 
-// The same without the rows that are to be left out.
+// The same span with some rows left out.
 inline Span without(Span span, Ints rows) {
   if (!any(rows)) return span;
   const bool whole = span.begin == span.full_begin && span.full_end == span.end;
@@ -48,7 +48,8 @@ struct All {};
 STREAMKL_INLINE Lanes select(All, Lanes a, Lanes) { return a; }
 STREAMKL_INLINE Lanes select(Ints mask, Lanes a, Lanes b) { return mask ? a : b; }
 
-// Visits the keys of a span: visit(j, mask, turn). turn is 0 or 1, for sums that are kept in two to be exacter.
+// Visits the keys of a span: visit(j, mask, turn). turn is 0 or 1, for sums that are kept in two parts to be more
+// exact.
 template <typename Visit>
 STREAMKL_INLINE void each_key(const Span& span, const Visit& visit) {
   const auto masked = [&](int64_t begin, int64_t end) {
@@ -72,8 +73,8 @@ STREAMKL_INLINE Lanes logit(Lanes x, Lanes scale) {
   return relu ? max(splat(0.0f), x * scale) : x * scale;
 }
 
-// The units that row states are kept in. kExact: logits, and their differences as they are. kFast: products before the
-// scale, which is positive, and differences of logits times log2 e; one operation less for each of them.
+// The units of measure of row states. kExact: logits and their differences. kFast: products before the scale, which is
+// positive, and differences of logits times log2 e, which saves an operation for each.
 template <Precision precision, bool relu>
 struct Units {
   Lanes factor;
@@ -90,7 +91,7 @@ struct Units {
     if constexpr (precision == Precision::kFast) return power_of_two(difference);
     else return exponential<precision>(difference);
   }
-  // By how much sums shrink when m is raised; exactly 1 where it is not.
+  // The factor of sums when m is raised to top; exactly 1 where it is not raised.
   STREAMKL_INLINE Lanes shrink(Lanes m, Lanes top) const {
     return m == top ? splat(1.0f) : m == -kInf ? Lanes{} : weight(difference(m, top));
   }
@@ -102,7 +103,7 @@ struct Units {
     });
     return max(top[0], top[1]);
   }
-  // Where m is to stand for a tile: kExact keeps it at the maximum, kFast moves it where it must.
+  // The m for a tile: kExact keeps it at the row max, kFast moves it only where `late` says so.
   STREAMKL_INLINE Lanes reference(Lanes m, Ints late, const float* x, int64_t stride, const Span& span) const {
     if (precision == Precision::kFast && !any(late)) return m;
     const Lanes top = max(largest(x, stride, span), m);
@@ -110,14 +111,14 @@ struct Units {
   }
 };
 
-// What states are multiplied by to be logits, and their differences to be natural ones.
+// The factors that turn values of a state into logits, and their differences into natural ones.
 inline float natural_value(Precision precision, double scale) { return precision == Precision::kFast ? static_cast<float>(scale) : 1.0f; }
 inline float natural_difference(Precision precision) { return precision == Precision::kFast ? kLn2 : 1.0f; }
 
-// Tiles lie in the second cache, and the rows of a tile too far apart for the CPU to see that they will be read.
+// Tiles lie in the second-level cache, and their rows are too far apart for the CPU's prefetcher.
 constexpr int64_t kAhead = 16;
 
-// kFast leaves m where the first tile put it until logits lie so far above it that a tile's weights add up to this.
+// kFast leaves m where the first tile put it until the weights of a tile add up to more than this.
 constexpr float kLate = 1 << 14;
 
 struct LogSumExp {
@@ -133,7 +134,7 @@ struct LogSumExp {
       l *= units.shrink(m, top);
       m = top;
       sum[0] = sum[1] = Lanes{};
-      const Lanes at = top == -kInf ? Lanes{} : top;  // -inf has no weight, and the next tile may have one
+      const Lanes at = top == -kInf ? Lanes{} : top;  // logits of -inf have weight 0; the next tile may have others
       each_key(span, [&](int64_t j, auto mask, int turn) {
         const Lanes z = units.difference(units.value(load(x + j * stride)), at);
         sum[turn] += select(mask, units.weight(z), Lanes{});
@@ -173,7 +174,8 @@ struct PairedState {
         const Lanes weight = units_a.weight(za);
         sum_a[turn] += select(mask, weight, Lanes{});
         sum_b[turn] += select(mask, units_b.weight(zb), Lanes{});
-        sum[turn] = select(mask, fma(weight, max(za, splat(-kLargest)) - zb, sum[turn]), sum[turn]);  // 0 of weight 0, if b is finite
+        // A weight of 0 adds 0, if b is finite.
+        sum[turn] = select(mask, fma(weight, max(za, splat(-kLargest)) - zb, sum[turn]), sum[turn]);
       });
       late_a = sum_a[0] + sum_a[1] > kLate;
       late_b = sum_b[0] + sum_b[1] > kLate;
@@ -190,7 +192,7 @@ STREAMKL_INLINE Lanes mixture_term(Lanes p, Lanes b) {
   return p * (logarithm<precision>(max(p, splat(kSmallest))) - b);
 }
 
-// Against a mixture p, whose values are known. s is the sum of p and acc that of p (ln p - b), in logits.
+// Against a head mean p, whose values are known. s is the sum of p, acc the sum of p (ln p - b), in logits.
 struct MixtureState {
   Lanes m_b = splat(-kInf), l_b = {}, s = {}, acc = {};
 

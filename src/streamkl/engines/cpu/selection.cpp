@@ -1,6 +1,6 @@
-// The best keys of blocks of rows that share a list: scores tile by tile, their maximum over a block's rows, top-k.
+// The best keys of each query block: scores tile by tile, their maximum over the rows of a block, top-k.
 #include "kernels.h"
-#include "shared_lists.h"
+#include "shared_topk.h"
 #include "student.h"
 #include "target.h"
 #include "topk.h"
@@ -8,7 +8,7 @@
 namespace streamkl::cpu {
 namespace {
 
-// x[keys, rows] becomes a score less the row's log-sum-exp.
+// Turns x[keys, rows] into scores less the row's log-sum-exp.
 template <bool relu>
 void normalise(float* x, const Part& part, float factor, const Row& lse) {
   const Lanes scale = splat(factor);
@@ -17,7 +17,7 @@ void normalise(float* x, const Part& part, float factor, const Row& lse) {
       store(x + j * kStrip + i, logit<relu>(load(x + j * kStrip + i), scale) - lse[part.i0 + i]);
 }
 
-// An indexer's scores of tiles [keys, rows], before scale and relu where there is one head and nothing to subtract.
+// An indexer's scores of tiles [keys, rows]. With one head and no lse they are before scale and relu.
 class IndexScores {
  public:
   IndexScores(
@@ -50,7 +50,7 @@ class IndexScores {
   Buffer<float> x_;
 };
 
-// The mean attention of all heads.
+// The head mean of the attention.
 class AttentionScores {
  public:
   AttentionScores(const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, double scale)
@@ -70,7 +70,7 @@ class AttentionScores {
   Buffer<float> x_, p_;
 };
 
-// The largest of each of sixteen vectors.
+// The largest element of each of sixteen vectors.
 STREAMKL_INLINE Lanes largest_of_each(Lanes* x) {
   constexpr Ints even{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, odd = even + 1;
 #pragma GCC unroll 4
@@ -83,44 +83,44 @@ STREAMKL_INLINE Lanes largest_of_each(Lanes* x) {
   return x[0];
 }
 
-// Lists that are made together, of consecutive rows [i0, i1) of a sequence.
-struct Unit {
+// Query blocks that are selected for together: rows [i0, i1) of a sequence, from block `first_block` on.
+struct SelectionTask {
   Sequence seq;
-  int64_t i0, i1, first_list;
+  int64_t i0, i1, first_block;
 };
 
-// A thread's share: a row of scores for each list of a unit.
+// One per thread: a row of scores for each query block of a task.
 template <typename Scores>
 class Selection {
  public:
-  Selection(Scores scores, const Window& window, int64_t block, int64_t rows, const Tensor& out)
-      : source_(std::move(scores)), window_(window), block_(block), rows_(rows), out_(out), best_(out.size(2)) {}
+  Selection(Scores scores, const Window& window, int64_t query_block, int64_t rows, const Tensor& out)
+      : source_(std::move(scores)), window_(window), query_block_(query_block), rows_(rows), out_(out), best_(out.size(2)) {}
 
-  void run(const Unit& unit) {
-    const int64_t lists = (unit.i1 - unit.i0 + block_ - 1) / block_;
-    low_ = std::max<int64_t>(0, window_.first(unit.i0 + unit.seq.diagonal));
-    const int64_t high = std::min(unit.seq.k_len, window_.last(unit.i1 - 1 + unit.seq.diagonal));
+  void run(const SelectionTask& task) {
+    const int64_t query_blocks = (task.i1 - task.i0 + query_block_ - 1) / query_block_;
+    low_ = std::max<int64_t>(0, window_.first(task.i0 + task.seq.diagonal));
+    const int64_t high = std::min(task.seq.k_len, window_.last(task.i1 - 1 + task.seq.diagonal));
     stride_ = round_up(std::max<int64_t>(0, high - low_), kLanes) + 2 * kLanes;
-    std::fill_n(scores_.reserve(lists * stride_), lists * stride_, -kInf);
-    for (int64_t i0 = unit.i0; i0 < unit.i1; i0 += rows_) sweep(unit, i0, std::min(i0 + rows_, unit.i1));
-    for (int64_t n = 0; n < lists; n++) {
-      int32_t* keys = out_.data_ptr<int32_t>() + (unit.seq.batch * out_.size(1) + unit.first_list + n) * out_.size(2);
+    std::fill_n(scores_.reserve(query_blocks * stride_), query_blocks * stride_, -kInf);
+    for (int64_t i0 = task.i0; i0 < task.i1; i0 += rows_) score_rows(task, i0, std::min(i0 + rows_, task.i1));
+    for (int64_t n = 0; n < query_blocks; n++) {
+      int32_t* keys = out_.data_ptr<int32_t>() + (task.seq.batch * out_.size(1) + task.first_block + n) * out_.size(2);
       const int64_t count = std::max<int64_t>(0, high - low_);
-      if (block_ > 1) favour_diagonal(unit, n, count);
+      if (query_block_ > 1) favour_diagonal(task, n, count);
       best_.select(scores_.data() + n * stride_, count, low_, keys);
     }
   }
 
  private:
-  // A piece of the unit's rows against all keys that it sees.
-  void sweep(const Unit& unit, int64_t i0, int64_t i1) {
-    const int64_t j0 = std::max<int64_t>(0, window_.first(i0 + unit.seq.diagonal));
-    const int64_t j1 = std::min(unit.seq.k_len, window_.last(i1 - 1 + unit.seq.diagonal));
+  // The scores of rows [i0, i1) with all keys that they see.
+  void score_rows(const SelectionTask& task, int64_t i0, int64_t i1) {
+    const int64_t j0 = std::max<int64_t>(0, window_.first(i0 + task.seq.diagonal));
+    const int64_t j1 = std::min(task.seq.k_len, window_.last(i1 - 1 + task.seq.diagonal));
     if (j0 >= j1) return;
-    const Block rows{unit.seq, i0, i1, j0, j1};
+    const Block rows{task.seq, i0, i1, j0, j1};
     source_.take_rows(rows);
     each_tile(rows, [&](const Tile& tile) {
-      source_.each(rows, tile, window_, [&](const Part& part, const float* x) { reduce(unit, rows, tile, part, x); });
+      source_.each(rows, tile, window_, [&](const Part& part, const float* x) { reduce(task, rows, tile, part, x); });
     });
   }
 
@@ -128,40 +128,40 @@ class Selection {
   struct Group {
     int64_t i;
     Span span;
-    int64_t list;  // -1 where they belong to several
+    int64_t query_block;  // -1 if they belong to several
   };
 
-  void reduce(const Unit& unit, const Block& rows, const Tile& tile, const Part& part, const float* x) {
+  void reduce(const SelectionTask& task, const Block& rows, const Tile& tile, const Part& part, const float* x) {
     Group groups[kStrip / kLanes];
     int64_t count = 0;
     for (int64_t i = part.i0; i < part.i1; i += kLanes) {
-      const int64_t first = rows.i0 - unit.i0 + i, last = std::min(i + kLanes, part.i1) - 1 - i + first;
+      const int64_t first = rows.i0 - task.i0 + i, last = std::min(i + kLanes, part.i1) - 1 - i + first;
       Span span = window_.span(rows.i0 + i + rows.seq.diagonal, tile.j0 + part.j0, std::min(tile.j0 + part.j1, tile.j1), tile.j0);
       span = without(span, iota() >= static_cast<int32_t>(part.i1 - i));
-      groups[count++] = {i - part.i0, span, first / block_ == last / block_ ? first / block_ : -1};
+      groups[count++] = {i - part.i0, span, first / query_block_ == last / query_block_ ? first / query_block_ : -1};
     }
     for (int64_t n = 0; n < count;) {
       int64_t end = n + 1;
-      if (groups[n].list < 0) {
-        reduce_apart(unit, rows, tile, part, groups[n], x);
+      if (groups[n].query_block < 0) {
+        reduce_apart(task, rows, tile, part, groups[n], x);
       } else {
-        while (end < count && groups[end].list == groups[n].list) end++;
+        while (end < count && groups[end].query_block == groups[n].query_block) end++;
         reduce_together(groups + n, groups + end, tile, part, x);
       }
       n = end;
     }
   }
 
-  float* scores_at(int64_t list, const Tile& tile, int64_t j) const { return scores_.data() + list * stride_ + tile.j0 + j - low_; }
+  float* scores_at(int64_t query_block, const Tile& tile, int64_t j) const { return scores_.data() + query_block * stride_ + tile.j0 + j - low_; }
 
-  // What is nan has no score.
+  // A score of nan counts as -inf.
   STREAMKL_INLINE Lanes finished(Lanes top) const {
     top = max(top, splat(-kInf));
     const Lanes score = source_.relu() ? max(top * scale_, Lanes{}) : top * scale_;
     return top == -kInf ? top : score;
   }
 
-  // Whether all sixteen rows see the sixteen keys from j on, or none of them any.
+  // Whether all sixteen rows see the sixteen keys from j on, and whether no row sees any of them.
   static bool all(const Span& span, int64_t j) { return span.full_begin <= j && j + kLanes <= span.full_end; }
   static bool none(const Span& span, int64_t j) { return span.end <= j || j + kLanes <= span.begin; }
 
@@ -171,7 +171,7 @@ class Selection {
     return j < span.begin || j >= span.end ? splat(-kInf) : select((span.first <= key) & (span.last > key), x, splat(-kInf));
   }
 
-  // Rows of one list.
+  // Rows of one query block.
   void reduce_together(const Group* begin, const Group* end, const Tile& tile, const Part& part, const float* x) {
     for (int64_t j = part.j0; j < part.j1; j += kLanes) {
       Lanes top[kLanes];
@@ -192,42 +192,42 @@ class Selection {
           for (const Group* g = begin; g < end; g++) top[l] = max(seen(g->span, j + l, load(x + (j + l) * kStrip + g->i)), top[l]);
         }
       }
-      float* to = scores_at(begin->list, tile, j);
+      float* to = scores_at(begin->query_block, tile, j);
       store(to, max(finished(largest_of_each(top)), load(to)));
     }
   }
 
-  // Rows of several lists.
-  void reduce_apart(const Unit& unit, const Block& rows, const Tile& tile, const Part& part, const Group& group, const float* x) {
+  // Rows of several query blocks.
+  void reduce_apart(const SelectionTask& task, const Block& rows, const Tile& tile, const Part& part, const Group& group, const float* x) {
     alignas(64) float turned[kLanes * kLanes];
     alignas(64) float block[kLanes * kLanes];
-    const int64_t first = rows.i0 - unit.i0 + part.i0 + group.i, count = std::min(kLanes, part.i1 - part.i0 - group.i);
+    const int64_t first = rows.i0 - task.i0 + part.i0 + group.i, count = std::min(kLanes, part.i1 - part.i0 - group.i);
     for (int64_t j = part.j0; j < part.j1; j += kLanes) {
       if (none(group.span, j)) continue;
       for (int l = 0; l < kLanes; l++) store(block + l * kLanes, seen(group.span, j + l, load(x + (j + l) * kStrip + group.i)));
       transpose_words(block, kLanes * sizeof(float), turned, kLanes * sizeof(float));
       for (int64_t l = 0; l < count; l++) {
-        float* to = scores_at((first + l) / block_, tile, j);
+        float* to = scores_at((first + l) / query_block_, tile, j);
         store(to, max(finished(load(turned + l * kLanes)), load(to)));
       }
     }
   }
 
-  // The keys on the diagonal of a list's rows come before all others.
-  void favour_diagonal(const Unit& unit, int64_t n, int64_t count) {
+  // Puts the keys on the diagonal of a query block before all others.
+  void favour_diagonal(const SelectionTask& task, int64_t n, int64_t count) {
     float* scores = scores_.data() + n * stride_;
     constexpr float most = std::numeric_limits<float>::max();
     for (int64_t j = 0; j < count; j += kLanes) store(scores + j, load(scores + j) > most ? splat(most) : load(scores + j));
-    const int64_t first = unit.i0 + n * block_, last = std::min(first + block_, unit.i1);
+    const int64_t first = task.i0 + n * query_block_, last = std::min(first + query_block_, task.i1);
     for (int64_t i = first; i < last; i++) {
-      const int64_t key = i + unit.seq.diagonal;
+      const int64_t key = i + task.seq.diagonal;
       if (key >= 0) scores[key - low_] = kInf;
     }
   }
 
   Scores source_;
   const Window window_;
-  const int64_t block_, rows_;
+  const int64_t query_block_, rows_;
   const Tensor out_;
   TopK best_;
   const float scale_ = source_.scale();
@@ -235,23 +235,23 @@ class Selection {
   Buffer<float> scores_;
 };
 
-constexpr int64_t kLists = 16;  // rows of scores that a thread holds, at most
+constexpr int64_t kQueryBlocks = 16;  // rows of scores that a thread holds, at most
 
 template <typename Make>
-Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t lists, int64_t block, const Window& window, int64_t rows, bool fast, const Make& make) {
-  const auto out = at::full({q.size(0), lists, topk}, -1, q.options().dtype(at::kInt));
-  const int64_t together = std::clamp<int64_t>(rows / block, 1, kLists) * block;
-  std::vector<Unit> units;
+Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t query_blocks, int64_t query_block, const Window& window, int64_t rows, bool fast, const Make& make) {
+  const auto out = at::full({q.size(0), query_blocks, topk}, -1, q.options().dtype(at::kInt));
+  const int64_t together = std::clamp<int64_t>(rows / query_block, 1, kQueryBlocks) * query_block;
+  std::vector<SelectionTask> tasks;
   const auto sequences = table.contiguous();
   const int64_t* p = sequences.const_data_ptr<int64_t>();
   for (int64_t n = 0; n < sequences.size(0); n++, p += 7)
     for (int64_t i0 = 0; i0 < p[2]; i0 += together)
-      units.push_back({{p[0], p[1], p[2], p[3], p[4], p[5]}, i0, std::min(i0 + together, p[2]), p[6] + i0 / block});
-  const int64_t count = units.size();
+      tasks.push_back({{p[0], p[1], p[2], p[3], p[4], p[5]}, i0, std::min(i0 + together, p[2]), p[6] + i0 / query_block});
+  const int64_t count = tasks.size();
   on_all_threads(count, [&](const auto& next) {
     const FlushDenormals flush(fast);
-    Selection selection(make(), window, block, rows, out);
-    for (int64_t n; (n = next()) >= 0;) selection.run(units[count - 1 - n]);
+    Selection selection(make(), window, query_block, rows, out);
+    for (int64_t n; (n = next()) >= 0;) selection.run(tasks[count - 1 - n]);
   });
   return out;
 }
@@ -260,17 +260,17 @@ Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t lists,
 
 Tensor index_topk(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const std::optional<Tensor>& lse, const Tensor& table,
-    double scale, bool relu, int64_t topk, int64_t lists, int64_t block, int64_t left, int64_t right) {
+    double scale, bool relu, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right) {
   const int64_t rows = rows_at_once(IndexScores::bytes_of_row(q, k, weights));
-  return select(q, table, topk, lists, block, Window{left, right}, rows, false, [&] { return IndexScores(q, k, weights, lse, scale, relu); });
+  return select(q, table, topk, query_blocks, query_block, Window{left, right}, rows, false, [&] { return IndexScores(q, k, weights, lse, scale, relu); });
 }
 
 Tensor attention_topk(
     const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, const Tensor& table, double scale, int64_t topk,
-    int64_t lists, int64_t block, int64_t left, int64_t right) {
+    int64_t query_blocks, int64_t query_block, int64_t left, int64_t right) {
   const int64_t rows = rows_at_once(side_of(q, k, scale, false)->bytes_of_row() * q.size(1));
   return select(
-      q, table, topk, lists, block, Window{left, right}, rows, fast(q, q, scale, scale),
+      q, table, topk, query_blocks, query_block, Window{left, right}, rows, fast(q, q, scale, scale),
       [&] { return AttentionScores(q, k, m, ln_l, scale); });
 }
 

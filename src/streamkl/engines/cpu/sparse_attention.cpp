@@ -1,7 +1,8 @@
-// Attention over lists of keys that rows share, or that are united: gathered once for them and a key head, softmax online over tiles.
+// Attention over the selected keys of query blocks and unions: keys are gathered once per block and key head, with an
+// online softmax over tiles.
 #include "gathered.h"
 #include "kernels.h"
-#include "united_lists.h"
+#include "key_union.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -9,21 +10,21 @@
 namespace streamkl::cpu {
 namespace {
 
-constexpr int64_t kTile = 256;                 // listed keys of a tile
+constexpr int64_t kTile = 256;                 // selected keys of a tile
 constexpr int64_t kTileStride = kTile + kLanes;  // powers of two would share too few cache sets
-constexpr int64_t kTileStep = 64;              // keys are padded to whole steps, so that few shapes are multiplied
+constexpr int64_t kTileStep = 64;              // keys are padded to whole steps, so that products have few shapes
 constexpr int64_t kPiece = 128;                // keys whose values float products add up at once
-constexpr int64_t kRows = 32;                  // rows of a product of logits: they stay in the first cache
+constexpr int64_t kRows = 32;                  // rows of a product of logits: they stay in the first-level cache
 
-// Rows of weights in a tile, lanes along the keys. Units are logits times log2 e for kFast.
+// The softmax of rows of a tile, lanes along the keys. Logits are multiplied by log2 e for kFast.
 template <Precision precision>
 struct Softmax {
   float factor;
   explicit Softmax(double scale)
       : factor(static_cast<float>(precision == Precision::kFast ? scale * 1.44269504088896341 : scale)) {}
 
-  // The keys [begin, end) of a tile that a row sees, of them its own if they are not all, and padded ones after them; p is
-  // written whole.
+  // The keys [begin, end) of a tile that a row sees, out of `padded`; `own` are the bits of those it selected, or null
+  // for all. All of p is written.
   struct Run {
     int64_t begin, end, padded;
     const uint16_t* own;
@@ -52,10 +53,10 @@ struct Softmax {
     return largest(top);
   }
 
-  // p = e^(x - m); returns the sum of them.
+  // p = e^(x - m); returns their sum.
   template <typename P>
   STREAMKL_INLINE float weights(const float* x, const Run& run, float m, P* p) const {
-    const float at = m == -kInf ? 0.0f : m;  // -inf has no weight, and the next tile may have one
+    const float at = m == -kInf ? 0.0f : m;  // logits of -inf have weight 0; the next tile may have others
     Lanes total[2] = {};
     int turn = 0;
     each(run, [&](int64_t j, auto mask) {
@@ -70,7 +71,7 @@ struct Softmax {
     return sum(total[0] + total[1]);
   }
 
-  // Takes a tile into a row's (m, l): its weights, and what the row's output so far is to be multiplied by.
+  // Adds a tile to a row's (m, l) and writes its weights; returns the factor for the row's output so far.
   template <typename P>
   STREAMKL_INLINE float update(const float* x, const Run& run, float& m, float& l, P* p) const {
     std::fill(p, p + std::min(run.begin / kLanes * kLanes, run.padded), P(0.0f));
@@ -96,7 +97,7 @@ struct Softmax {
   }
 };
 
-// A thread's share: the rows of a list and the heads that read a key head are the rows of its products.
+// One per thread. The rows of its products are the rows of a block, for each head that reads a key head.
 template <typename T, typename P, Precision precision>
 class Attention {
   static constexpr bool kVnni = !std::is_same_v<P, float>;
@@ -107,37 +108,37 @@ class Attention {
         group_(q.size(1) / k.size(1)), k_(k), v_(v), softmax_(scale), window_(window),
         k_tile_(k_.width * kTileStride), v_tile_(kTile * (v_.width + kLanes)), x_(kRows * kTile) {}
 
-  void attend(const UnitedRows& united, int64_t kv) {
-    const auto& shared = united.rows;
-    const auto& listed = united.listed;
-    const int64_t rows = shared.rows * group_, width = v_.width;
-    take_rows(shared, kv);
-    see(united);
-    k_.take_head(shared.seq.batch, kv, shared.seq.k_start);
-    v_.take_head(shared.seq.batch, kv, shared.seq.k_start);
+  void attend(const UnionRows& union_rows, int64_t kv) {
+    const auto& block = union_rows.rows;
+    const auto& selected = union_rows.selected;
+    const int64_t rows = block.rows * group_, width = v_.width;
+    take_rows(block, kv);
+    see(union_rows);
+    k_.take_head(block.seq.batch, kv, block.seq.k_start);
+    v_.take_head(block.seq.batch, kv, block.seq.k_start);
     P* p = p_.reserve(rows * kTileStride);
     float* y = y_.reserve(rows * width);
     std::fill_n(y, rows * width, 0.0f);
     m_.assign(rows, -kInf);
     l_.assign(rows, 0.0f);
-    for (int64_t j0 = 0; j0 < listed.count; j0 += kTile) {
-      const int64_t count = std::min(kTile, listed.count - j0), padded = round_up(count, kTileStep);
-      k_.columns(listed.keys + j0, count, padded, k_tile_.data(), kTileStride);
-      v_.rows(listed.keys + j0, count, padded, v_tile_.data(), width + kLanes);
-      const int64_t next = j0 + kTile, ahead = std::max<int64_t>(0, std::min(kTile, listed.count - next));
+    for (int64_t j0 = 0; j0 < selected.count; j0 += kTile) {
+      const int64_t count = std::min(kTile, selected.count - j0), padded = round_up(count, kTileStep);
+      k_.columns(selected.keys + j0, count, padded, k_tile_.data(), kTileStride);
+      v_.rows(selected.keys + j0, count, padded, v_tile_.data(), width + kLanes);
+      const int64_t next = j0 + kTile, ahead = std::max<int64_t>(0, std::min(kTile, selected.count - next));
       for (int64_t i0 = 0; i0 < rows; i0 += kRows) {
         const int64_t i1 = std::min(i0 + kRows, rows);
         logits(i0, i1 - i0, padded);
         for (int64_t i = i0; i < i1; i++) {
-          // The next tile's keys and values are on their way while this one's weights are made.
+          // Prefetch the next tile's keys and values while this one's weights are computed.
           for (int64_t j = ahead * i / rows; j < ahead * (i + 1) / rows; j++) {
-            k_.fetch_token(listed.keys[next + j]);
-            v_.fetch_token(listed.keys[next + j]);
+            k_.fetch_token(selected.keys[next + j]);
+            v_.fetch_token(selected.keys[next + j]);
           }
-          const auto& seen = seen_[i % shared.rows];
+          const auto& seen = seen_[i % block.rows];
           const typename Softmax<precision>::Run run{
               std::clamp<int64_t>(seen.first - j0, 0, count), std::clamp<int64_t>(seen.last - j0, 0, count), padded,
-              united.own_of(i % shared.rows, j0)};
+              union_rows.own_of(i % block.rows, j0)};
           const float shrink = softmax_.update(x_.data() + (i - i0) * kTile, run, m_[i], l_[i], p + i * kTileStride);
           if (shrink != 1.0f)
             for (int64_t c = 0; c < width; c += kLanes) store(y + i * width + c, load(y + i * width + c) * shrink);
@@ -145,7 +146,7 @@ class Attention {
       }
       add_values(rows, padded, p, y);
     }
-    write(shared, kv, y);
+    write(block, kv, y);
   }
 
  private:
@@ -153,26 +154,26 @@ class Attention {
     int64_t first, last;
   };
 
-  void take_rows(const SharedRows& shared, int64_t kv) {
-    P* to = q_rows_.reserve(shared.rows * group_ * k_.width);
+  void take_rows(const QueryBlock& block, int64_t kv) {
+    P* to = q_rows_.reserve(block.rows * group_ * k_.width);
     for (int64_t n = 0; n < group_; n++)
-      for (int64_t i = 0; i < shared.rows; i++, to += k_.width) {
-        const T* from = q_ + shared.seq.batch * q_strides_.batch + (kv * group_ + n) * q_strides_.head +
-            (shared.first_row() + i) * q_strides_.token;
+      for (int64_t i = 0; i < block.rows; i++, to += k_.width) {
+        const T* from = q_ + block.seq.batch * q_strides_.batch + (kv * group_ + n) * q_strides_.head +
+            (block.first_row() + i) * q_strides_.token;
         Packing<T, P>(k_.dim).copy_row(from, q_strides_.dim, to);
       }
   }
 
-  // The keys rise, so each row sees a run of them; it may be that none of them is its own.
-  void see(const UnitedRows& united) {
-    const auto& shared = united.rows;
-    const auto& listed = united.listed;
-    seen_.resize(shared.rows);
-    const auto place = [&](int64_t key) { return std::lower_bound(listed.keys, listed.keys + listed.count, key) - listed.keys; };
-    for (int64_t i = 0; i < shared.rows; i++) {
-      seen_[i] = {place(window_.first(shared.on + i)), place(window_.last(shared.on + i))};
-      const uint16_t* own = united.own_of(i, 0);
-      if (own != nullptr && std::all_of(own, own + united.words(), [](uint16_t bits) { return bits == 0; })) seen_[i] = {0, 0};
+  // The keys are sorted, so each row sees a run of them; it may have selected none of these.
+  void see(const UnionRows& union_rows) {
+    const auto& block = union_rows.rows;
+    const auto& selected = union_rows.selected;
+    seen_.resize(block.rows);
+    const auto place = [&](int64_t key) { return std::lower_bound(selected.keys, selected.keys + selected.count, key) - selected.keys; };
+    for (int64_t i = 0; i < block.rows; i++) {
+      seen_[i] = {place(window_.first(block.on + i)), place(window_.last(block.on + i))};
+      const uint16_t* own = union_rows.own_of(i, 0);
+      if (own != nullptr && std::all_of(own, own + union_rows.words(), [](uint16_t bits) { return bits == 0; })) seen_[i] = {0, 0};
     }
   }
 
@@ -186,7 +187,7 @@ class Attention {
     if constexpr (kVnni) {
       multiply(0, round_up(k_.dim, 2), x_.data());
     } else {
-      // In pieces, float products err as little as a library's do.
+      // In pieces: float products then err as little as a library's.
       const int64_t most = product_piece(k_.dim);
       multiply(0, std::min(k_.dim, most), x_.data());
       for (int64_t c = most; c < k_.dim; c += most) {
@@ -213,12 +214,12 @@ class Attention {
     }
   }
 
-  void write(const SharedRows& shared, int64_t kv, const float* y) {
+  void write(const QueryBlock& block, int64_t kv, const float* y) {
     for (int64_t n = 0; n < group_; n++)
-      for (int64_t i = 0; i < shared.rows; i++, y += v_.width) {
-        T* to = out_ + ((shared.seq.batch * nq_ + shared.first_row() + i) * heads_ + kv * group_ + n) * v_.dim;
+      for (int64_t i = 0; i < block.rows; i++, y += v_.width) {
+        T* to = out_ + ((block.seq.batch * nq_ + block.first_row() + i) * heads_ + kv * group_ + n) * v_.dim;
         const bool dead = seen_[i].first >= seen_[i].last;
-        const float l = l_[n * shared.rows + i];
+        const float l = l_[n * block.rows + i];
         for (int64_t c = 0; c < v_.dim; c++) to[c] = static_cast<T>(dead ? 0.0f : y[c] / l);
       }
   }
@@ -238,14 +239,14 @@ class Attention {
 
 template <typename T, typename P>
 void run(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::vector<UnitedRows>& rows, double scale,
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::vector<UnionRows>& rows, double scale,
     const Window& window) {
   constexpr auto precision = std::is_same_v<T, float> ? Precision::kExact : Precision::kFast;
   const int64_t count = rows.size();
   on_all_threads(count * k.size(1), [&](const auto& next) {
     const FlushDenormals flush(precision == Precision::kFast);
     Attention<T, P, precision> attention(q, k, v, out, scale, window);
-    // A key head at a time, so that its keys and values stay in the caches; the longest lists first.
+    // One key head at a time, so that its keys and values stay in the caches; the rows with the most keys first.
     for (int64_t task; (task = next()) >= 0;) {
       const int64_t n = count - 1 - task % count;
       attention.attend(rows[n], task / count);
@@ -256,25 +257,25 @@ void run(
 }  // namespace
 
 Tensor sparse_attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t block,
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t query_block,
     double scale, int64_t left, int64_t right) {
   const Window window{left, right};
-  const auto shared = shared_rows_of(table, block);
-  const SortedLists lists(indices, shared, window, k.size(2));
-  const auto united = united_rows_of(shared, lists, window, block, q.size(1) / k.size(1), v);
+  const auto query_blocks = query_blocks_of(table, query_block);
+  const SortedTopk topk(indices, query_blocks, window, k.size(2));
+  const auto rows = union_rows_of(query_blocks, topk, window, query_block, q.size(1) / k.size(1), v);
   int64_t covered = 0;
-  for (const auto& rows : shared) covered += rows.rows;
-  // Rows of no sequence, past the last packed one, are 0.
+  for (const auto& block : query_blocks) covered += block.rows;
+  // Rows past the last packed sequence are 0.
   const bool all = covered == q.size(0) * q.size(2);
   const std::vector<int64_t> shape{q.size(0), q.size(2), q.size(1), v.size(3)};
   const auto out = all ? at::empty(shape, q.options()) : at::zeros(shape, q.options());
   switch (q.scalar_type()) {
     case at::kBFloat16:
-      if (native(at::kBFloat16)) run<at::BFloat16, at::BFloat16>(q, k, v, out, united, scale, window);
-      else run<at::BFloat16, float>(q, k, v, out, united, scale, window);
+      if (native(at::kBFloat16)) run<at::BFloat16, at::BFloat16>(q, k, v, out, rows, scale, window);
+      else run<at::BFloat16, float>(q, k, v, out, rows, scale, window);
       break;
-    case at::kHalf: run<at::Half, float>(q, k, v, out, united, scale, window); break;
-    default: run<float, float>(q, k, v, out, united, scale, window);
+    case at::kHalf: run<at::Half, float>(q, k, v, out, rows, scale, window); break;
+    default: run<float, float>(q, k, v, out, rows, scale, window);
   }
   return out.transpose(1, 2);
 }

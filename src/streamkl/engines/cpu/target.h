@@ -1,7 +1,7 @@
-// The distribution that rows are compared with, where it is the mean of several heads.
+// The target, side a, where it is the mean of a head group.
 #pragma once
 
-#include "sweep.h"
+#include "pass.h"
 
 #include <memory>
 #include <utility>
@@ -9,11 +9,11 @@
 
 namespace streamkl::cpu {
 
-// The heads of a that a distribution is compared with: their rows taken once a block, and p[keys, rows], their mean.
+// The head group that a distribution is compared with: its rows, taken once per block, and its mean p[keys, rows].
 class Target {
  public:
   Target(std::unique_ptr<Side> a, int64_t group, bool fast)
-      : a_(std::move(a)), group_(group), factor_(static_cast<float>(a_->scale)), norm_(group) {
+      : a_(std::move(a)), group_(group), factor_(static_cast<float>(a_->scale)), stats_(group) {
     add_ = dispatch(fast, false, a_->relu, [](auto precision, auto, auto relu) { return &add<precision(), relu()>; });
   }
 
@@ -21,12 +21,12 @@ class Target {
     for (int64_t n = 0; n < group_; n++) {
       const int64_t head = r * group_ + n;
       a_->take_rows(n, block.seq.batch, head, block.first_row(), block.rows(), false);
-      norm_[n].take(block, head, m, ln_l);
+      stats_[n].take(block, head, m, ln_l);
     }
   }
 
-  // All parts of a tile at once, p[part][keys, rows]: the keys of a key head are taken once for all its heads. x[keys, rows] is
-  // room for a product.
+  // All parts of a tile at once, p[part][keys, rows]: the keys of a key head are taken once for all its heads. x[keys,
+  // rows] is scratch for a product.
   void compute(const Block& block, const Tile& tile, const Window& window, int64_t r, float* x, float* p) {
     for (int64_t n = 0; n < group_; n++) {
       const int64_t kv = a_->kv_head(r * group_ + n);
@@ -35,7 +35,7 @@ class Target {
         a_->product(n, part, x);
         each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
           const int64_t at = i - part.i0;
-          add_(x + at, p + part.i0 * kBlockK + at, span, factor_, norm_[n], i, n == 0, n + 1 == group_ ? group_ : 1);
+          add_(x + at, p + part.i0 * kBlockK + at, span, factor_, stats_[n], i, n == 0, n + 1 == group_ ? group_ : 1);
         });
       });
     }
@@ -43,9 +43,10 @@ class Target {
 
  private:
   template <Precision precision, bool relu>
-  static void add(const float* x, float* p, const Span& span, float factor, const Normaliser& norm, int64_t i, bool first, int64_t heads) {
-    const Lanes scale = splat(factor), m = norm.m[i], ln_l = norm.ln_l[i];
-    const Lanes count = splat(static_cast<float>(heads)), inverse = 1.0f / count;  // the last one divides: the mean of ones is 1
+  static void add(const float* x, float* p, const Span& span, float factor, const RowStats& stats, int64_t i, bool first, int64_t heads) {
+    const Lanes scale = splat(factor), m = stats.m[i], ln_l = stats.ln_l[i];
+    // The last head divides, so that the mean of ones is 1.
+    const Lanes count = splat(static_cast<float>(heads)), inverse = 1.0f / count;
     Span all = span;  // p has a value wherever some row of the sixteen sees a key
     all.full_begin = span.begin;
     all.full_end = span.end;
@@ -59,8 +60,8 @@ class Target {
   std::unique_ptr<Side> a_;
   const int64_t group_;
   const float factor_;
-  std::vector<Normaliser> norm_;
-  void (*add_)(const float*, float*, const Span&, float, const Normaliser&, int64_t, bool, int64_t);
+  std::vector<RowStats> stats_;
+  void (*add_)(const float*, float*, const Span&, float, const RowStats&, int64_t, bool, int64_t);
 };
 
 }  // namespace streamkl::cpu

@@ -1,4 +1,4 @@
-// Tasks dealt out to PyTorch's threads.
+// Tasks on PyTorch's threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -9,12 +9,12 @@
 
 namespace streamkl::cpu {
 
-// Gives back what brgemm keeps in the thread, whatever happens.
+// Releases what brgemm keeps in the thread, even after an exception.
 struct Release {
   ~Release() { at::native::cpublas::brgemm_release(); }
 };
 
-// Runs work() on every thread, or on as many as there are tasks.
+// Runs work() on every thread, but on no more threads than there are tasks.
 template <typename Work>
 void on_threads(int64_t tasks, const Work& work) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);

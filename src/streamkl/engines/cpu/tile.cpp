@@ -37,7 +37,7 @@ class TypedSide final : public Side {
     keys_ = keys;
     const int64_t padded = round_up(keys, kLanes);
     const T* from = k_ + batch * k_strides_.batch + kv_head * k_strides_.head + key * k_strides_.token;
-    // The next tile's keys are on their way while this one's are worked on.
+    // Prefetch the next tile's keys while this one is processed.
     for (int64_t j = keys; j < keys + kBlockK; j++) fetch(from + j * k_strides_.token, dim * sizeof(T));
     bool copied = true;
     if constexpr (std::is_same_v<T, P>) {
@@ -81,7 +81,7 @@ class TypedSide final : public Side {
     const int64_t width = kVnni ? inner_ : std::min(dim, most);
     multiply(slot, part, 0, width, x);
     if constexpr (!kVnni) {
-      // brgemm adds along the whole width one by one. In pieces, float products err as little as a library's do.
+      // brgemm adds along the whole width one by one. In pieces, float products err as little as a library's.
       for (int64_t c = most; c < dim; c += most) {
         float* piece = piece_.reserve(kBlockK * kStrip);
         multiply(slot, part, c, std::min(dim - c, most), piece);

@@ -20,10 +20,10 @@ constexpr int64_t kBlockQ = 256;  // rows that are packed together, at most
 constexpr int64_t kStrip = 128;   // rows of a tile
 constexpr int64_t kBlockK = 256;  // keys of a tile
 constexpr int64_t kStride = kBlockQ + kLanes;  // of right operands: powers of two would share too few cache sets
-constexpr int64_t kFewThreads = 8;  // whose scratch may stay with the allocator
+constexpr int64_t kFewThreads = 8;  // up to so many threads, the allocator keeps their scratch
 constexpr int64_t kFar = 1 << 20;  // keys further apart are copied: brgemm counts bytes in 32 bits
 
-// How much of the width float products add up at once: of wide heads, shorter pieces.
+// The width that float products add up at once: shorter pieces for wide heads.
 inline int64_t product_piece(int64_t dim) { return dim > 128 ? 32 : 128; }
 
 // Uninitialised memory on cache lines, which grows and never shrinks.
@@ -47,8 +47,8 @@ class Buffer {
   T* data() const { return data_.get(); }
 
  private:
-  // An allocator keeps what it is given, for the next call. What many threads have together would then be there beside the
-  // gradients, so its pages go back to the system.
+  // The allocator keeps freed memory for the next call. With many threads that is a lot beside the gradients, so the
+  // pages are returned to the system.
   void give_back() {
     constexpr uintptr_t page = 4096;
     if (!data_ || at::get_num_threads() <= kFewThreads) return;
@@ -64,12 +64,12 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Asks for what is read next from main memory: long sequences do not fit the caches.
+// Prefetches from main memory: long sequences do not fit the caches.
 inline void fetch(const void* memory, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(memory) + at, 0, 2);
 }
 
-// A part of a tile: rows [i0, i1) and keys [j0, j1) of those taken, and no more of them than some row sees.
+// A part of a tile: rows [i0, i1) and keys [j0, j1) of those taken, only keys that some row sees.
 struct Part {
   int64_t i0, i1, j0, j1;
 };
@@ -104,11 +104,11 @@ class Side {
   const bool relu;
 };
 
-// Whether a dtype is multiplied as it is; elsewhere it is in float32. float16 always is: gradients of logits, which are
-// divided by the number of rows before they are rounded, would vanish in it.
+// Whether a dtype is multiplied as it is, or in float32. float16 is always multiplied in float32: gradients of logits,
+// which are divided by the number of rows before they are rounded, would vanish in float16.
 bool native(at::ScalarType dtype);
 
-// Calls work with the dtype of tensors and that of their products, as values of them.
+// Calls work with a value of the tensors' dtype and one of the products' dtype.
 template <typename Work>
 auto with_products(at::ScalarType dtype, const Work& work) {
   switch (dtype) {

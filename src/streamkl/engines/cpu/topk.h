@@ -1,4 +1,4 @@
-// The highest of a row of scores: exactly, equal ones by lower key, best first.
+// The top-k of a row of scores: exact, equal scores by lower key, best first.
 #pragma once
 
 #include "tile.h"
@@ -8,7 +8,7 @@
 
 namespace streamkl::cpu {
 
-// Scores as whole numbers in the same order; -0 is 0.
+// Scores as integers in the same order; -0 is 0.
 STREAMKL_INLINE Ints ordered(Lanes x) {
   const Ints bits = bits_of<Ints>(x + 0.0f);
   return bits ^ (bits >> 31 & 0x7fffffff);
@@ -18,8 +18,8 @@ class TopK {
  public:
   explicit TopK(int64_t topk) : topk_(topk), values_(topk + kLanes), places_(topk + kLanes), best_(topk), other_(topk) {}
 
-  // Writes topk keys, first + their places in scores[count], then -1. Scores of -inf are none; scores[count ... ] up to
-  // whole lanes is overwritten.
+  // Writes topk keys, first + their places in scores[count], then -1. A score of -inf is never selected; scores from
+  // count up to whole lanes are overwritten.
   void select(float* scores, int64_t count, int64_t first, int32_t* keys) {
     std::fill(scores + count, scores + round_up(count, kLanes), -kInf);
     int32_t* values = reinterpret_cast<int32_t*>(scores);
@@ -34,7 +34,7 @@ class TopK {
   }
 
  private:
-  static constexpr int32_t kNone = static_cast<int32_t>(0x807fffffu);  // what -inf is as a whole number
+  static constexpr int32_t kNone = static_cast<int32_t>(0x807fffffu);  // -inf as an integer
   static constexpr int kDigit = 8;
 
   static int64_t above(const int32_t* values, int64_t count, int32_t least) {
@@ -43,11 +43,11 @@ class TopK {
     return n;
   }
 
-  // All above it get a place; the places that are left are for those equal to it. Halving the range, which a count of
-  // topk above ends early.
+  // All scores above it are selected; the places that are left go to scores equal to it. Found by bisection, which ends
+  // early when exactly topk lie above.
   int32_t threshold(const int32_t* values, int64_t count, int32_t highest) const {
     if (above(values, count, kNone) <= topk_) return kNone;
-    int64_t low = kNone, high = highest;  // more than topk above the one, at most topk above the other
+    int64_t low = kNone, high = highest;  // more than topk lie above low, at most topk above high
     while (high - low > 1) {
       const int64_t middle = low + (high - low) / 2, n = above(values, count, static_cast<int32_t>(middle));
       if (n == topk_) return static_cast<int32_t>(middle);
@@ -56,7 +56,7 @@ class TopK {
     return static_cast<int32_t>(high);
   }
 
-  // Adds those that are taken to the found ones, sixteen at once: some more than topk are written, and not counted.
+  // Appends the values for which `taken` holds, sixteen at once: a few beyond topk are written, and not counted.
   template <typename Taken>
   int64_t collect(const int32_t* values, int64_t count, int64_t found, const Taken& taken) {
     for (int64_t j = 0; j < count && found < topk_; j += kLanes) {
@@ -77,7 +77,7 @@ class TopK {
     return std::min(found, topk_);
   }
 
-  // Those above the least in the order of their places, then the first ones equal to it.
+  // Values above the threshold in the order of their places, then the first ones equal to it.
   int64_t collect(const int32_t* values, int64_t count, int32_t least) {
     const int64_t found = collect(values, count, 0, [&](auto value) { return value > least; });
     return least == kNone ? found : collect(values, count, found, [&](auto value) { return value == least; });
@@ -104,7 +104,7 @@ class TopK {
 
   const int64_t topk_;
   std::vector<int32_t> values_, places_;
-  std::vector<uint64_t> best_, other_;  // how far below the highest, and a place
+  std::vector<uint64_t> best_, other_;  // distance below the highest value, and place
 };
 
 }  // namespace streamkl::cpu

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
-from streamkl.state import Normalisers
+from streamkl.state import RowStats
 
 name = "triton"
 summary = "fused Triton kernels"
@@ -91,7 +91,7 @@ def logsumexp(
     return rows
 
 
-def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Normalisers]:
+def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, RowStats]:
     """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its normalisers."""
     from streamkl.engines.triton import architecture, launch
 
@@ -116,7 +116,7 @@ def mixture_rows(
 def backward(
     problem: Problem,
     inputs: Inputs,
-    norm: Normalisers,
+    stats: RowStats,
     mean: Tensor | None,
     row_grad: Tensor,
     want_a: bool,
@@ -127,7 +127,7 @@ def backward(
 
     device = inputs.b_q.device
     launches, gradients = _plans(problem.support).backward(
-        problem, inputs, norm, mean, row_grad, want_a, want_b, architecture.of(device)
+        problem, inputs, stats, mean, row_grad, want_a, want_b, architecture.of(device)
     )  # fmt: skip
     launch.run_all(launches, device)
     return Gradients(
@@ -138,16 +138,16 @@ def backward(
     )
 
 
-def train(problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
+def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
     """``sum(weight * kl)``, its gradients to side ``b``, unrounded, and the mass, in one sweep over ``a``."""
     from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
-    launches, made = _plans(problem.support).train(problem, inputs, norm, weight, architecture.of(device))
+    launches, made = _plans(problem.support).train(problem, inputs, stats, weight, architecture.of(device))
     launch.run_all(launches, device)
     s, acc = (_summed(x, weight) for x in (made.sum_p, made.sum_acc))
     ln2 = math.log(2)
-    rounding = (norm.ln_l_b.double() - ln2 * made.b.l.double()).float()  # of log2 l_b, which the sweep read
+    rounding = (stats.ln_l_b.double() - ln2 * made.b.l.double()).float()  # of log2 l_b, which the sweep read
     kl = (ln2 * acc / s + rounding) - torch.log(s)
     loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, acc), 0.0).sum()
     dw = None if made.dw is None or inputs.b_w is None else _summed(made.dw, inputs.b_w)

@@ -10,7 +10,7 @@ from torch import Tensor
 from streamkl.engines.triton.kernels.rows import rows_kernel
 from streamkl.engines.triton.launch import Launch, row_launch
 from streamkl.problem import Inputs, Problem
-from streamkl.state import Normalisers
+from streamkl.state import RowStats
 
 
 class Rows(NamedTuple):
@@ -46,15 +46,15 @@ class GradientRows(NamedTuple):
     half: bool
 
     @classmethod
-    def of(cls, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor) -> GradientRows:
+    def of(cls, problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> GradientRows:
         """Reads the normalisers of both sides and the weights of the rows, ``[B, R, Nq]``."""
         half = torch.float16 in (inputs.a_q.dtype, inputs.b_q.dtype)
         weight, peak = _weights(weight.contiguous(), half)
-        prepare_a, a = known_rows(norm.m_a, norm.ln_l_a, weight, problem.group)
-        prepare_b, b = known_rows(norm.m_b, norm.ln_l_b, weight, 1)
+        prepare_a, a = known_rows(stats.m_a, stats.ln_l_a, weight, problem.head_group)
+        prepare_b, b = known_rows(stats.m_b, stats.ln_l_b, weight, 1)
         peak_w = None
         if inputs.b_w is not None and inputs.b_q.dtype == torch.float16:
-            peak_w = _peak(torch.where((weight != 0) & (norm.m_b != -torch.inf), inputs.b_w.float(), 0.0))
+            peak_w = _peak(torch.where((weight != 0) & (stats.m_b != -torch.inf), inputs.b_w.float(), 0.0))
         return cls([prepare_a, prepare_b], a, b, weight, peak, peak_w, half)
 
     def arguments(self, problem: Problem, inputs: Inputs, mean: Tensor | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from streamkl.engines.triton.kernels.listed_backward import listed_gradient_kern
 from streamkl.engines.triton.launch import Launch, Sweep, new_rows
 from streamkl.engines.triton.meta import padded
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
-from streamkl.state import Normalisers
+from streamkl.state import RowStats
 
 TOGETHER = 64
 """Head dims up to which the gradients of both sides fit the registers of one sweep."""
@@ -28,29 +28,29 @@ TOGETHER = 64
 class ListedSweep(Sweep):
     """What all launches over the lists of one problem share.
 
-    Where ``summed``, the heads of ``b`` in the rows of a tile make one distribution, be it one head or an indexer's.
+    If ``head_summed``, the heads of ``b`` in the rows of a tile make one distribution: one head, or an indexer.
     """
 
     def __init__(
-        self, problem: Problem, given: Sequence[Tensor], arch: str, kind: str, weighted: bool, summed: bool
+        self, problem: Problem, given: Sequence[Tensor], arch: str, kind: str, weighted: bool, head_summed: bool
     ) -> None:
         super().__init__(problem, given, arch, kind, weighted)
         assert problem.support.topk is not None
         self.topk = problem.support.topk
         self.heads_a_list = problem.distributions // self.topk.shape[1]
-        if summed:
+        if head_summed:
             self.b = self.b._replace(heads=max(1, self.b.heads))
-        self.group = self.group._replace(pack=1 if summed else math.gcd(self.group.pack, self.heads_a_list))
-        heads = self.b.heads if summed else self.group.pack
+        self.group = self.group._replace(pack=1 if head_summed else math.gcd(self.group.pack, self.heads_a_list))
+        heads = self.b.heads if head_summed else self.group.pack
         self.rows, self.target_rows = (min(self.config.rows, padded(n)) for n in (heads, self.group.each))
-        self.summed, self.parts = summed, math.ceil(heads / self.rows)
+        self.head_summed, self.parts = head_summed, math.ceil(heads / self.rows)
 
     def listed(self, kernel: Any, arguments: dict[str, Any], pieces: int | None = None, **constants: Any) -> Launch:
         """A launch with a program for each query, unit and part of its heads; of a gradient, for each piece of it.
 
         Where heads are summed, a forward goes through all of them.
         """
-        parts = 1 if self.summed and pieces is None else self.parts
+        parts = 1 if self.head_summed and pieces is None else self.parts
         blocks = self.blocks(self.support.nq, 1)
         arguments = arguments | {
             "topk": self.topk, "strides_t": self.topk.stride(), "columns": self.topk.shape[3],
@@ -66,7 +66,7 @@ def logsumexp(
     support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, arch: str
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """``(m, ln l)`` of one side, each ``[B, distributions, Nq]``."""
-    sweep = ListedSweep(Problem(side, side, support), (q, k), arch, "lse_listed", w is not None, side.summed)
+    sweep = ListedSweep(Problem(side, side, support), (q, k), arch, "lse_listed", w is not None, side.head_summed)
     m, ln_l = (new_rows(q, side.distributions, sweep.mask.packed, value) for value in (-torch.inf, 0.0))
     arguments = {
         "q": q, "k": k, "w": w, "strides_q": q.stride(), "strides_k": k.stride(),
@@ -75,7 +75,7 @@ def logsumexp(
     return [sweep.listed(listed_lse_kernel, arguments, SIDE=sweep.b)], (m, ln_l)
 
 
-def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, Normalisers]]:
+def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, RowStats]]:
     """Divergence, mean and normalisers of each row, head by head."""
     sweep = ListedSweep(problem, inputs[:4], arch, "paired_listed", False, False)
     out = {
@@ -83,9 +83,9 @@ def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launc
         for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
     }
     arguments = tensors(inputs) | out | _scales(problem)
-    kl, mean, *norm = out.values()
+    kl, mean, *stats = out.values()
     launch = sweep.listed(listed_paired_kernel, arguments, A=sweep.a, B=sweep.b)
-    return [launch], (kl, mean, Normalisers(*norm))
+    return [launch], (kl, mean, RowStats(*stats))
 
 
 def mixture_rows(
@@ -93,7 +93,7 @@ def mixture_rows(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``."""
     sweep = ListedSweep(problem, inputs[:4], arch, "mixture_listed", inputs.b_w is not None, True)
-    prepare, a = known_rows(m_a, ln_l_a, None, problem.group)
+    prepare, a = known_rows(m_a, ln_l_a, None, problem.head_group)
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
         for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0, "s": 0.0}.items()
@@ -107,7 +107,7 @@ def mixture_rows(
 def backward(
     problem: Problem,
     inputs: Inputs,
-    norm: Normalisers,
+    stats: RowStats,
     mean: Tensor | None,
     row_grad: Tensor,
     want_a: bool,
@@ -115,7 +115,7 @@ def backward(
     arch: str,
 ) -> tuple[list[Launch], Gradients]:
     """Gradients of ``sum(row_grad * kl)``; dK in float32, the rest in the inputs' dtypes."""
-    gradient = _Gradient(problem, inputs, norm, mean, row_grad, arch, False)
+    gradient = _Gradient(problem, inputs, stats, mean, row_grad, arch, False)
     if want_a and want_b and gradient.apart:
         gradient.add(True, False)
         gradient.add(False, True)
@@ -124,11 +124,9 @@ def backward(
     return gradient.launches, gradient.made
 
 
-def train(
-    problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str
-) -> tuple[list[Launch], Trained]:
+def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arch: str) -> tuple[list[Launch], Trained]:
     """Loss sums and gradients to ``b``, unrounded, in one sweep over ``a``."""
-    gradient = _Gradient(problem, inputs, norm, None, weight, arch, True)
+    gradient = _Gradient(problem, inputs, stats, None, weight, arch, True)
     gradient.add(False, True)
     _, _, dq, dk, dw = gradient.made
     assert dq is not None
@@ -143,16 +141,16 @@ class _Gradient:
         self,
         problem: Problem,
         inputs: Inputs,
-        norm: Normalisers,
+        stats: RowStats,
         mean: Tensor | None,
         weight: Tensor,
         arch: str,
         loss: bool,
     ) -> None:
-        summed = problem.b.summed or problem.group > 1
+        head_summed = problem.b.head_summed or problem.head_group > 1
         self.problem, self.inputs, self.loss = problem, inputs, loss
-        self.sweep = ListedSweep(problem, inputs[:4], arch, "gradient_listed", inputs.b_w is not None, summed)
-        self.rows = GradientRows.of(problem, inputs, norm, weight)
+        self.sweep = ListedSweep(problem, inputs[:4], arch, "gradient_listed", inputs.b_w is not None, head_summed)
+        self.rows = GradientRows.of(problem, inputs, stats, weight)
         self.launches = list(self.rows.launches)
         self.mean = None if mean is None else mean.contiguous()
         self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or self.sweep.a.chunked or self.sweep.b.chunked

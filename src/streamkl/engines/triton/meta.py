@@ -110,7 +110,7 @@ class Group(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> Group:
         """Reads a problem."""
-        size, share = problem.group, problem.a.heads // problem.a.kv_heads
+        size, share = problem.head_group, problem.a.heads // problem.a.kv_heads
         if share % size == 0:
             return cls(size, 1, size, math.gcd(problem.b.heads // problem.b.kv_heads, share // size))
         if size % share == 0:
@@ -120,7 +120,7 @@ class Group(NamedTuple):
 
 def summed_heads(side: Side, weighted: bool) -> int:
     """How many heads a kernel has to sum: a single one without a weight is a head like any other, and none."""
-    return side.heads if side.summed and (weighted or side.heads > 1) else 0
+    return side.heads if side.head_summed and (weighted or side.heads > 1) else 0
 
 
 def padded(dim: int) -> int:

@@ -20,7 +20,7 @@ from streamkl.engines.triton.kernels.split import merge_lse_kernel, merge_mixtur
 from streamkl.engines.triton.launch import Launch, Sweep, new_rows, row_launch
 from streamkl.engines.triton.meta import summed_heads
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
-from streamkl.state import Normalisers
+from streamkl.state import RowStats
 
 TOGETHER = 64
 """Head dims up to which the gradients of both sides fit the registers of one sweep."""
@@ -50,7 +50,7 @@ def logsumexp(
     return launches, (m, ln_l)
 
 
-def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, Normalisers]]:
+def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, RowStats]]:
     """Divergence, mean and normalisers of each row, head by head."""
     sweep = Sweep(problem, inputs[:4], arch, "paired")
     out = {
@@ -58,8 +58,8 @@ def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launc
         for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
     }
     launches = _forward(sweep, inputs, paired_kernel, merge_paired_kernel, 5, tensors(inputs), out)
-    kl, mean, *norm = out.values()
-    return launches, (kl, mean, Normalisers(*norm))
+    kl, mean, *stats = out.values()
+    return launches, (kl, mean, RowStats(*stats))
 
 
 def mixture_rows(
@@ -68,7 +68,7 @@ def mixture_rows(
     """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``."""
     kind = "mixture_index" if _is_index(problem, inputs) else "mixture"
     sweep = Sweep(problem, inputs[:4], arch, kind, inputs.b_w is not None)
-    prepare, a = known_rows(m_a, ln_l_a, None, problem.group)
+    prepare, a = known_rows(m_a, ln_l_a, None, problem.head_group)
     out = {
         f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
         for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0, "s": 0.0}.items()
@@ -82,7 +82,7 @@ def mixture_rows(
 def backward(
     problem: Problem,
     inputs: Inputs,
-    norm: Normalisers,
+    stats: RowStats,
     mean: Tensor | None,
     row_grad: Tensor,
     want_a: bool,
@@ -90,7 +90,7 @@ def backward(
     arch: str,
 ) -> tuple[list[Launch], Gradients]:
     """Gradients of ``sum(row_grad * kl)``; dQ in float32 where it was added up, the rest in the inputs' dtypes."""
-    gradient = _Gradient(problem, inputs, norm, row_grad, arch, False)
+    gradient = _Gradient(problem, inputs, stats, row_grad, arch, False)
     if want_a:
         assert mean is not None, "side a wants gradients where its rows were paired"
         gradient.mean = mean.contiguous()
@@ -102,11 +102,9 @@ def backward(
     return gradient.launches, Gradients(gradient.dq_a, gradient.dk_a, gradient.dq_b, gradient.dk_b, gradient.dw_b)
 
 
-def train(
-    problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str
-) -> tuple[list[Launch], Trained]:
+def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arch: str) -> tuple[list[Launch], Trained]:
     """Loss sums and gradients to ``b`` in one sweep over ``a``; in two where it must be deterministic."""
-    gradient = _Gradient(problem, inputs, norm, weight, arch, True)
+    gradient = _Gradient(problem, inputs, stats, weight, arch, True)
     gradient.add(False, True)
     assert gradient.dq_b is not None
     assert gradient.dk_b is not None
@@ -119,10 +117,10 @@ class _Gradient:
     """Collects the launches of a backward sweep, by rows and keys, for one side or for both."""
 
     def __init__(
-        self, problem: Problem, inputs: Inputs, norm: Normalisers, weight: Tensor, arch: str, loss: bool
+        self, problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arch: str, loss: bool
     ) -> None:
         self.problem, self.inputs, self.arch, self.loss = problem, inputs, arch, loss
-        self.rows = GradientRows.of(problem, inputs, norm, weight)
+        self.rows = GradientRows.of(problem, inputs, stats, weight)
         self.launches = list(self.rows.launches)
         self.mean: Tensor | None = None
         both = Sweep(problem, inputs[:4], arch, "keys_both")
@@ -135,7 +133,7 @@ class _Gradient:
     def add(self, want_a: bool, want_b: bool) -> None:
         """One sweep for dQ and dK of the sides that want them; two if deterministic."""
         index = _is_index(self.problem, self.inputs)
-        kind = "index" if index else "group" if self.problem.group > 1 else "both" if want_a and want_b else "one"
+        kind = "index" if index else "group" if self.problem.head_group > 1 else "both" if want_a and want_b else "one"
         if self.problem.deterministic:
             self._add_queries(want_a, want_b, kind)
         self._add_keys(want_a, want_b, kind)

@@ -64,10 +64,10 @@ def streamkl_attention(
             lists = indices if layer.has_own_lists else selector.select(call)
             assert lists is not None, "a module with an indexer of its own passes on what it returned"
             out = sparse_attention(
-                call.q, call.k, layout.all_keys(value), lists, block=selector.block, scale=scaling,
+                call.q, call.k, layout.all_keys(value), lists, query_block=selector.query_block, scale=scaling,
                 cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
             )  # fmt: skip
-            layer.tell(Attended(layer.number, call, lists, selector.block))
+            layer.tell(Attended(layer.number, call, lists, selector.query_block))
             return layout.back(out, query.shape[0], rows), None
         layer.tell(Attended(layer.number, call, None, 1))
     dense = ALL_ATTENTION_FUNCTIONS["sdpa"]

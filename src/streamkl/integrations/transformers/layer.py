@@ -27,13 +27,13 @@ class Attended(NamedTuple):
         layer: The number of the layer.
         call: Its q and k, after RoPE, the mask, and the indexer's tensors, with their graph if gradients are enabled.
         indices: The lists of keys that were attended to; ``None`` if all were.
-        block: How many queries share a list.
+        query_block: How many queries share a list.
     """
 
     layer: int
     call: AttentionCall
     indices: Tensor | None
-    block: int
+    query_block: int
 
 
 class Watcher(NamedTuple):

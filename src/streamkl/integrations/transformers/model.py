@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FOLDER = "streamkl"
 """Where in a model's folder its indexers are."""
-DEFAULT = OracleSelector(topk=2048, block=64)
+DEFAULT = OracleSelector(topk=2048, query_block=64)
 """How many keys are selected under a name, where nothing else says it."""
 
 
@@ -145,7 +145,7 @@ def sparsify(
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         ...     num_attention_heads=4, num_key_value_heads=2)
         >>> model = LlamaForCausalLM(config).eval()
-        >>> sparse = skl.sparsify(model, OracleSelector(topk=8, block=4))
+        >>> sparse = skl.sparsify(model, OracleSelector(topk=8, query_block=4))
         >>> ids = torch.arange(32)[None]
         >>> sorted(sparse.layers), model(ids).logits.shape
         ([0, 1], torch.Size([1, 32, 64]))
@@ -166,7 +166,7 @@ def sparsify(
     if selector is None:
         raise ValueError(
             "there is nothing to select keys with: give a selector, such as "
-            "streamkl.sparse.OracleSelector(topk=256, block=64), or a folder of indexers"
+            "streamkl.sparse.OracleSelector(topk=256, query_block=64), or a folder of indexers"
         )
     _check_indexers(family, selector, indexers)
     if decode not in ("dense", "sparse", None):

@@ -12,9 +12,9 @@ from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, Sel
 PREFIX = "streamkl_"
 IMPLEMENTATIONS: dict[str, Callable[[Selector], Selector | None]] = {
     "streamkl_sparse": lambda own: own,
-    "streamkl_oracle": lambda own: OracleSelector(own.topk, own.block),
-    "streamkl_window": lambda own: WindowSelector(own.topk, own.block),
-    "streamkl_random": lambda own: RandomSelector(own.topk, own.block),
+    "streamkl_oracle": lambda own: OracleSelector(own.topk, own.query_block),
+    "streamkl_window": lambda own: WindowSelector(own.topk, own.query_block),
+    "streamkl_random": lambda own: RandomSelector(own.topk, own.query_block),
     "streamkl_dense": lambda own: None,
 }
 """The attention implementations, and what selects under each, given the selector that a model was made sparse with."""
@@ -37,8 +37,8 @@ def to_json(selector: Selector) -> dict[str, Any]:
     Example:
         >>> from streamkl.integrations.transformers.selection import to_json
         >>> from streamkl.sparse import OracleSelector
-        >>> to_json(OracleSelector(topk=256, block=64))
-        {'kind': 'oracle', 'topk': 256, 'block': 64}
+        >>> to_json(OracleSelector(topk=256, query_block=64))
+        {'kind': 'oracle', 'topk': 256, 'query_block': 64}
     """
     for kind, cls in KINDS.items():
         if type(selector) is cls:
@@ -58,7 +58,7 @@ def check_selector(value: Any, place: str) -> None:
     kind = value.get("kind") if isinstance(value, dict) else None
     one_of(*KINDS)(kind, f"kind of {place}")
     size = integer(1, LARGEST)
-    required = {"kind": one_of(kind), "topk": size, "block": size}
+    required = {"kind": one_of(kind), "topk": size, "query_block": size}
     entries(required, OPTIONS[cast(str, kind)])(value, place)
 
 

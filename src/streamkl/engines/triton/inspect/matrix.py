@@ -11,7 +11,7 @@ from torch import Tensor
 from streamkl.engines.triton import attention, listed, plans
 from streamkl.engines.triton.launch import Launch
 from streamkl.problem import Inputs, Problem, Side, Support
-from streamkl.state import Normalisers
+from streamkl.state import RowStats
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 128))
 """Head dims of side ``a`` and side ``b``: latent attention has 192 and, absorbed, 576."""
@@ -97,12 +97,12 @@ def launches(variant: Variant) -> list[Launch]:
         student = (tensor(indexer.heads, dims[1]), tensor(1, dims[1]), w)
     inputs = Inputs(tensor(heads, dims[0]), tensor(kv_heads, dims[0]), *student)
     a = Side.of(inputs.a_q, inputs.a_k)
-    b = Side.of(inputs.b_q, inputs.b_k, relu=worst or indexer is not None, summed=indexer is not None)
+    b = Side.of(inputs.b_q, inputs.b_k, relu=worst or indexer is not None, head_summed=indexer is not None)
     support = _support(inputs.b_q, inputs.b_k, worst)
     if makers is listed:
         support = replace(support, topk=torch.empty(batch, 1, tokens, NAMED, dtype=torch.int32, device="meta"))
     problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
-    norm = Normalisers(rows(heads), rows(heads), rows(distributions), rows(distributions))
+    stats = RowStats(rows(heads), rows(heads), rows(distributions), rows(distributions))
     if kind == "lse":
         made = makers.logsumexp(support, a, inputs.a_q, inputs.a_k, None, arch)[0]
     elif kind == "lse_index":
@@ -110,12 +110,12 @@ def launches(variant: Variant) -> list[Launch]:
     elif kind == "paired":
         made = makers.paired_rows(problem, inputs, arch)[0]
     elif kind.startswith("mixture"):
-        made = makers.mixture_rows(problem, inputs, norm.m_a, norm.ln_l_a, arch)[0]
+        made = makers.mixture_rows(problem, inputs, stats.m_a, stats.ln_l_a, arch)[0]
     elif kind.startswith("train"):
-        made = makers.train(problem, inputs, norm, rows(distributions), arch)[0]
+        made = makers.train(problem, inputs, stats, rows(distributions), arch)[0]
     else:
         mean = rows(heads) if both else None
-        made = makers.backward(problem, inputs, norm, mean, rows(distributions), both, True, arch)[0]
+        made = makers.backward(problem, inputs, stats, mean, rows(distributions), both, True, arch)[0]
     return [launch for launch in made if "ROWS" in launch.constants]
 
 

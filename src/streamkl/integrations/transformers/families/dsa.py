@@ -22,7 +22,7 @@ class SparseLatent(Family):
 
     def selector(self, config: Any) -> IndexerSelector:
         """As many keys a query as the config says."""
-        return IndexerSelector(topk=config.index_topk, block=1)
+        return IndexerSelector(topk=config.index_topk, query_block=1)
 
     def indexer(self, attention: Attention) -> LightningIndexer | None:
         """A `LightningIndexer` that has the module's own maps, so that training it trains the model's indexer."""

@@ -1,13 +1,13 @@
 // A side's gathered keys in each dtype: multiplied by the heads that share them, and their gradients added up.
-#include "listed_side.h"
+#include "gathered_side.h"
 
 namespace streamkl::cpu {
 namespace {
 
-constexpr int64_t kGathered = 1 << 13;  // bytes of keys that are gathered and multiplied at once: they stay in the first cache
-constexpr int64_t kFew = 4;             // heads whose gradients of keys are added up without a product
+constexpr int64_t kGatheredBytes = 1 << 13;  // of keys that are multiplied at once: they stay in the first-level cache
+constexpr int64_t kFew = 4;                  // heads whose gradients of keys are added up without a product
 
-// Turns rows of sixteen lanes into columns or back, as many of the rows or columns as there are.
+// Transposes rows of sixteen lanes into columns or back, for `most` rows or columns.
 template <bool to_lanes, int most>
 void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   if constexpr (to_lanes) transpose_words<kLanes, most>(from, from_stride * 4, to, to_stride * 4);
@@ -24,7 +24,7 @@ void turn(int64_t live, const float* from, int64_t from_stride, float* to, int64
 }
 
 template <typename T, typename P>
-class TypedListedSide final : public ListedSide {
+class TypedGatheredSide final : public GatheredSide {
   using Pack = Packing<T, P>;
   static constexpr bool kVnni = Pack::kVnni;
   static constexpr int64_t kPair = Pack::kPair;
@@ -39,10 +39,10 @@ class TypedListedSide final : public ListedSide {
   };
 
  public:
-  TypedListedSide(const Tensor& q, const Tensor& k, double scale, bool relu)
-      : ListedSide(q.size(1), k.size(1), scale, relu), pack_(q.size(3)), q_(q.const_data_ptr<T>()), k_(k.const_data_ptr<T>()),
+  TypedGatheredSide(const Tensor& q, const Tensor& k, double scale, bool relu)
+      : GatheredSide(q.size(1), k.size(1), scale, relu), pack_(q.size(3)), q_(q.const_data_ptr<T>()), k_(k.const_data_ptr<T>()),
         q_strides_(q), k_strides_(k),
-        chunk_(std::clamp<int64_t>(kGathered / (pack_.width * sizeof(P)) / kLanes * kLanes, kLanes, kListed)),
+        chunk_(std::clamp<int64_t>(kGatheredBytes / (pack_.width * sizeof(P)) / kLanes * kLanes, kLanes, kSelected)),
         gathered_(chunk_ * pack_.width) {}
 
   void take_row(int64_t batch, int64_t row, int64_t first, int64_t last, bool for_gradient) override {
@@ -72,17 +72,17 @@ class TypedListedSide final : public ListedSide {
 
   void product(int64_t start, const int64_t* keys, int64_t count, float* x) override {
     start_ = start;
-    named_ = keys;
+    selected_ = keys;
     count_ = count;
     for (int64_t n = 0; n < groups_; n++) {
       Group& group = group_[n];
       const T* from = k_ + batch_ * k_strides_.batch + group.kv * k_strides_.head + start * k_strides_.token;
-      P* pairs = for_gradient_ ? group.key_pairs.reserve(kListed * pack_.pairs_stride()) : nullptr;
+      P* pairs = for_gradient_ ? group.key_pairs.reserve(kSelected * pack_.pairs_stride()) : nullptr;
       for (int64_t j = 0; j < count; j += chunk_) {
         const int64_t live = std::min(chunk_, count - j), padded = round_up(live, kLanes);
         gather(from, keys + j, live);
         if (for_gradient_) pack_.pairs(gathered_.data(), padded, pairs + j * pack_.pairs_stride());
-        multiply(group, padded, x + (group.first - first_) * kListed + j);
+        multiply(group, padded, x + (group.first - first_) * kSelected + j);
       }
     }
   }
@@ -97,7 +97,7 @@ class TypedListedSide final : public ListedSide {
   void add_gradient(const float* dx, float* dk, int64_t dk_head_stride) override {
     for (int64_t n = 0; n < groups_; n++) {
       Group& group = group_[n];
-      const float* of_group = dx + (group.first - first_) * kListed;
+      const float* of_group = dx + (group.first - first_) * kSelected;
       add_queries(group, of_group);
       float* keys = dk + group.kv * dk_head_stride + start_ * pack_.padded_dim;
       switch (group.heads()) {
@@ -125,26 +125,26 @@ class TypedListedSide final : public ListedSide {
 
   // gathered_[keys, width], and zeros after the last one, up to whole lanes.
   void gather(const T* from, const int64_t* keys, int64_t count) {
-    const Pack pack = pack_;  // in registers: what is stored might otherwise be it
+    const Pack pack = pack_;  // in registers: a store might alias the member
     const int64_t token = k_strides_.token, stride = k_strides_.dim;
     P* to = gathered_.data();
     for (int64_t j = 0; j < count; j++, to += pack.width) pack.copy_row(from + keys[j] * token, stride, to);
     std::fill_n(to, (round_up(count, kLanes) - count) * pack.width, P(0.0f));
   }
 
-  // x[head][kListed] of the gathered keys. brgemm adds float products one by one, which errs too much, and most of sixteen heads
-  // would be zeros.
+  // x[head][kSelected] of the gathered keys. Not by brgemm for floats: it adds products one by one, which errs too
+  // much, and most of sixteen heads would be zeros.
   void multiply(const Group& group, int64_t keys, float* x) {
     if constexpr (kVnni) {
       const int64_t heads = group.padded();
       float* scores = scores_.reserve(chunk_ * heads);
       at::native::cpublas::brgemm(keys, heads, pack_.inner, pack_.width, heads, heads, false, gathered_.data(), group.columns.data(), scores, true);
       for (int64_t j = 0; j < keys; j += kLanes)
-        for (int64_t h = 0; h < group.heads(); h += kLanes) turn<true>(group.heads() - h, scores + j * heads + h, heads, x + h * kListed + j, kListed);
+        for (int64_t h = 0; h < group.heads(); h += kLanes) turn<true>(group.heads() - h, scores + j * heads + h, heads, x + h * kSelected + j, kSelected);
     } else {
       for (int64_t j = 0; j < keys; j += kLanes)
         for (int64_t h = 0; h < group.heads(); h++)
-          store(x + h * kListed + j, inner_products(gathered_.data() + j * pack_.width, pack_.width, group.rows.data() + h * pack_.width, pack_.width));
+          store(x + h * kSelected + j, inner_products(gathered_.data() + j * pack_.width, pack_.width, group.rows.data() + h * pack_.width, pack_.width));
     }
   }
 
@@ -152,27 +152,27 @@ class TypedListedSide final : public ListedSide {
   void add_queries(Group& group, const float* dx) {
     const P* left;
     if constexpr (kVnni) {
-      P* rounded_dx = dx_.reserve(group.heads() * kListed);
+      P* rounded_dx = dx_.reserve(group.heads() * kSelected);
       for (int64_t h = 0; h < group.heads(); h++)
-        for (int64_t j = 0; j < padded(); j += kLanes) store(rounded_dx + h * kListed + j, rounded(load(dx + h * kListed + j)));
+        for (int64_t j = 0; j < padded(); j += kLanes) store(rounded_dx + h * kSelected + j, rounded(load(dx + h * kSelected + j)));
       left = rounded_dx;
     } else {
       left = dx;
     }
     at::native::cpublas::brgemm(
-        group.heads(), pack_.padded_dim, padded(), kListed, pack_.pairs_stride(), pack_.padded_dim, true, left, group.key_pairs.data(), group.dq.data(), kVnni);
+        group.heads(), pack_.padded_dim, padded(), kSelected, pack_.pairs_stride(), pack_.padded_dim, true, left, group.key_pairs.data(), group.dq.data(), kVnni);
   }
 
-  // dk[named keys, dim] += dx[heads, keys]^T q[heads, dim]: of few heads as it is written, of many by a product.
+  // dk[selected keys, dim] += dx[heads, keys]^T q[heads, dim]: for few heads directly, for many by a product.
   template <int heads>
   void add_few(const Group& group, const float* dx, float* dk) const {
     const int64_t dim = pack_.padded_dim;
     const float* q = group.q.data();
     for (int64_t j = 0; j < count_; j++) {
-      float* to = dk + named_[j] * dim;
+      float* to = dk + selected_[j] * dim;
       for (int64_t c = 0; c < dim; c += kLanes) {
         Lanes sum = load(to + c);
-        for (int h = 0; h < heads; h++) sum = fma(splat(dx[h * kListed + j]), load(q + h * dim + c), sum);
+        for (int h = 0; h < heads; h++) sum = fma(splat(dx[h * kSelected + j]), load(q + h * dim + c), sum);
         store(to + c, sum);
       }
     }
@@ -185,26 +185,26 @@ class TypedListedSide final : public ListedSide {
     for (int64_t j = 0; j < count_; j += chunk_) {
       const int64_t live = std::min(chunk_, count_ - j), keys = round_up(live, kLanes);
       for (int64_t n = 0; n < keys; n += kLanes)
-        for (int64_t h = 0; h < group.heads(); h += kLanes) turn_gradient(group.heads() - h, dx + h * kListed + j + n, left + n * heads + h, heads);
+        for (int64_t h = 0; h < group.heads(); h += kLanes) turn_gradient(group.heads() - h, dx + h * kSelected + j + n, left + n * heads + h, heads);
       at::native::cpublas::brgemm(
           keys, dim, round_up(group.heads(), kPair), heads, pack_.pairs_stride(), dim, false, left, group.pairs.data(), sums, kVnni);
       for (int64_t n = 0; n < live; n++) {
-        float* to = dk + named_[j + n] * dim;
+        float* to = dk + selected_[j + n] * dim;
         for (int64_t c = 0; c < dim; c += kLanes) store(to + c, load(to + c) + load(sums + n * dim + c));
       }
     }
   }
 
-  // to[key, head] = dx[head, key] for sixteen keys and as many heads at most.
+  // to[key, head] = dx[head, key] for sixteen keys and at most sixteen heads.
   static void turn_gradient(int64_t live, const float* dx, P* to, int64_t stride) {
     if constexpr (kVnni) {
       alignas(64) float block[kLanes * kLanes];
-      turn<false>(live, dx, kListed, block, kLanes);
-      if (live < kLanes)  // what makes a pair of the last head
+      turn<false>(live, dx, kSelected, block, kLanes);
+      if (live < kLanes)  // the other half of the last head's pair
         for (int64_t n = 0; n < kLanes; n++) block[n * kLanes + live] = 0.0f;
       for (int64_t n = 0; n < kLanes; n++) store(to + n * stride, rounded(load(block + n * kLanes)));
     } else {
-      turn<false>(live, dx, kListed, to, stride);
+      turn<false>(live, dx, kSelected, to, stride);
     }
   }
 
@@ -215,7 +215,7 @@ class TypedListedSide final : public ListedSide {
   const int64_t chunk_;
   int64_t batch_ = 0, first_ = 0, groups_ = 0, start_ = 0, count_ = 0;
   bool for_gradient_ = false;
-  const int64_t* named_ = nullptr;
+  const int64_t* selected_ = nullptr;
   std::vector<Group> group_;
   Buffer<P> gathered_, dx_, dx_columns_;
   Buffer<float> scores_, dk_;
@@ -223,9 +223,9 @@ class TypedListedSide final : public ListedSide {
 
 }  // namespace
 
-std::unique_ptr<ListedSide> listed_side_of(const Tensor& q, const Tensor& k, double scale, bool relu) {
-  return with_products(q.scalar_type(), [&](auto of_tensors, auto of_products) -> std::unique_ptr<ListedSide> {
-    return std::make_unique<TypedListedSide<decltype(of_tensors), decltype(of_products)>>(q, k, scale, relu);
+std::unique_ptr<GatheredSide> gathered_side_of(const Tensor& q, const Tensor& k, double scale, bool relu) {
+  return with_products(q.scalar_type(), [&](auto of_tensors, auto of_products) -> std::unique_ptr<GatheredSide> {
+    return std::make_unique<TypedGatheredSide<decltype(of_tensors), decltype(of_products)>>(q, k, scale, relu);
   });
 }
 

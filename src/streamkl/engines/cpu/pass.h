@@ -1,4 +1,4 @@
-// What all sweeps share: which tiles there are, row vectors, and how tasks are dealt out.
+// What all passes have in common: tiles, row vectors, and how tasks are distributed over threads.
 #pragma once
 
 #include "rows.h"
@@ -50,7 +50,7 @@ inline std::vector<Sequence> sequences_of(const Tensor& table) {
   return sequences;
 }
 
-// How many rows are taken at once: fewer where many heads are, so that what they take fits the caches.
+// How many rows are taken at once: fewer where they have many heads, so that they fit the caches.
 inline int64_t rows_at_once(int64_t bytes_of_row) {
   const int64_t fit = (int64_t(2) << 20) / bytes_of_row;
   return std::clamp(fit / kLanes * kLanes, kLanes, kBlockQ);
@@ -92,7 +92,7 @@ STREAMKL_INLINE void each_group(const Block& block, const Tile& tile, const Wind
   }
 }
 
-// Calls work with the precision that the sides' dtypes ask for, and with their relus, as types.
+// Calls work with the precision and the relus of the sides, as types.
 template <typename Work>
 auto dispatch(bool fast, bool relu_a, bool relu_b, const Work& work) {
   const auto with = [&](auto precision) {
@@ -109,7 +109,7 @@ inline bool fast(const Tensor& a, const Tensor& b, double a_scale, double b_scal
 
 inline Precision precision_of(bool fast) { return fast ? Precision::kFast : Precision::kExact; }
 
-// Weights far below the largest one would otherwise be denormal, which costs a hundred times as much as they are worth.
+// Weights far below the largest one would otherwise be denormal, and a denormal costs a hundred times as much.
 class FlushDenormals {
  public:
   explicit FlushDenormals(bool wanted) : saved_(_mm_getcsr()) {
@@ -135,7 +135,7 @@ inline Tensor rows_like(const Tensor& q, int64_t heads, float value) {
   return at::full({q.size(0), heads, q.size(2)}, value, q.options().dtype(at::kFloat));
 }
 
-// A block's share of row vectors, in whole lanes: rows after the last one have 0.
+// A block's part of a row vector, in whole lanes: rows after the last one have 0.
 struct Row {
   alignas(64) float data[kBlockQ];
   void take(const float* from, int64_t rows, float factor = 1.0f) {
@@ -145,8 +145,8 @@ struct Row {
   Lanes operator[](int64_t i) const { return load(data + i); }
 };
 
-// ln p = (logit - m) - ln_l.
-struct Normaliser {
+// Row max and ln of the row sum of a block's rows: ln p = (logit - m) - ln_l.
+struct RowStats {
   Row m, ln_l;
   void take(const Block& block, int64_t head, const Rows& from_m, const Rows& from_ln_l) {
     m.take(from_m.at(block, head), block.rows());
@@ -154,7 +154,7 @@ struct Normaliser {
   }
 };
 
-// Runs the tasks of a forward sweep, a block of rows and a head each: sweep(block, head) of what make() makes a thread.
+// Runs the tasks of a forward pass, a block of rows and a head each: make() gives each thread its pass(block, head).
 template <typename Make>
 void each_block(const Tensor& table, const Window& window, int64_t rows, int64_t heads, bool fast, const Make& make) {
   std::vector<Block> blocks;
@@ -163,9 +163,9 @@ void each_block(const Tensor& table, const Window& window, int64_t rows, int64_t
   const int64_t count = blocks.size();
   on_all_threads(count * heads, [&](const auto& next) {
     const FlushDenormals flush(fast);
-    auto sweep = make();
-    // The last rows of a causal problem have the most to do, so they come first.
-    for (int64_t task; (task = next()) >= 0;) sweep(blocks[count - 1 - task % count], task / count);
+    auto pass = make();
+    // The last rows of a causal problem see the most keys, so they come first.
+    for (int64_t task; (task = next()) >= 0;) pass(blocks[count - 1 - task % count], task / count);
   });
 }
 
