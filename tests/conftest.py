@@ -1,4 +1,4 @@
-"""What all tests share: the engines under test, small tiles, and the options that size the fuzz."""
+"""Fixtures and options of all tests: the engines under test, small tiles, and the options that size the fuzz."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINES = ("tiled", "cpu", "triton")
 LIMITED = {"sparse": ("tiled", "cpu")}
 """By the mark of a test, the engines that do what it asks; without one, all do."""
 INTERPRETED_EVERY = {"topk": 30, "attends": 30, "indexer": 3, "": 2}
-"""Of how many seeds Triton's interpreter takes one, by the mark of a test: each query that names keys is a program."""
+"""Triton's interpreter takes one of so many seeds, by the mark of a test: with topk each query is a program."""
 TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 """A tile of the Triton engine: the interpreter takes as long for a row as for many."""
 
@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what the interpreter takes long for: half of the seeds, and most of those of named keys.
+    """Leaves out what the interpreter takes long for: half of the seeds, and most of those of selected keys.
 
     What it runs besides the fuzz is slow.
     """

@@ -55,15 +55,15 @@ def trained(function, *args, **options) -> Tensor:
 
 @pytest.fixture(params=["batch", "packed"])
 def layout(request: pytest.FixtureRequest):
-    """What makes packed tensors those of a layout, and the arguments that name their sequences."""
+    """Turns tensors into those of a layout, and gives the arguments of its sequences."""
     return (batched, {}) if request.param == "batch" else (lambda x: x, PACKED)
 
 
-@pytest.mark.parametrize("lists", [False, True], ids=["", "topk"])
+@pytest.mark.parametrize("with_topk", [False, True], ids=["", "topk"])
 @pytest.mark.parametrize("kind", ["heads", "groups", "indexer", "lse"])
-def test_losses_do_not_depend_on_the_default_device(backend: str, kind: str, lists: bool, layout) -> None:
+def test_losses_do_not_depend_on_the_default_device(backend: str, kind: str, with_topk: bool, layout) -> None:
     given, mask = layout
-    if lists:
+    if with_topk:
         mask = {**mask, "topk_indices": TOPK if mask else TOPK[None]}
     teacher = given(Q), given(K)
     for engine in {backend, "reference"}:

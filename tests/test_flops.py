@@ -30,13 +30,15 @@ def test_loss_and_gradients_count_the_products_over_allowed_pairs(name: str, cau
     assert counter.get_total_flops() == expected
 
 
-@pytest.mark.parametrize("named", [None, 7])
-def test_an_indexer_counts_its_heads_and_the_keys_that_rows_name(named: int | None) -> None:
-    topk = None if named is None else torch.rand(2, 30, 40).argsort(-1)[..., :named]
+@pytest.mark.parametrize("selected", [None, 7])
+def test_an_indexer_counts_its_heads_and_the_selected_keys(selected: int | None) -> None:
+    topk = None if selected is None else torch.rand(2, 30, 40).argsort(-1)[..., :selected]
     case = make_indexer_case(0, heads=IndexerHeads(4, 2, 3), dims=(24, 16), tokens=(30, 40), topk_indices=topk)
     with FlopCounterMode(display=False) as counter:
         evaluate(indexer_kl, case.tensors, case, **case.options)
-    pairs = 2 * (int(reference.allowed_pairs(30, 40, True, None, None, None).sum()) if named is None else 30 * named)
+    pairs = 2 * (
+        int(reference.allowed_pairs(30, 40, True, None, None, None).sum()) if selected is None else 30 * selected
+    )
     assert counter.get_total_flops() == 2 * pairs * (2 * 4 * 24 + 4 * 3 * 16)
 
 

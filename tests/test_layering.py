@@ -89,11 +89,11 @@ ALLOWED = {
         f"{KERNELS}.attention",
         "streamkl.problem",
     },
-    "engines/triton/listed.py": {
+    "engines/triton/gathered.py": {
         "streamkl.engines.triton.arguments",
         "streamkl.engines.triton.launch",
         "streamkl.engines.triton.meta",
-        *(f"{KERNELS}.{name}" for name in ("listed", "listed_backward")),
+        *(f"{KERNELS}.{name}" for name in ("gathered", "gathered_backward")),
         "streamkl.problem",
         "streamkl.state",
     },
@@ -105,11 +105,11 @@ ALLOWED = {
     "engines/triton/kernels/forward.py": {f"{KERNELS}.primitives"},
     "engines/triton/kernels/backward.py": {f"{KERNELS}.gradient", f"{KERNELS}.primitives"},
     "engines/triton/kernels/split.py": {f"{KERNELS}.forward", f"{KERNELS}.primitives"},
-    "engines/triton/kernels/listed.py": {f"{KERNELS}.forward", f"{KERNELS}.primitives"},
-    "engines/triton/kernels/attention.py": {f"{KERNELS}.listed", f"{KERNELS}.primitives"},
-    "engines/triton/kernels/listed_backward.py": {
+    "engines/triton/kernels/gathered.py": {f"{KERNELS}.forward", f"{KERNELS}.primitives"},
+    "engines/triton/kernels/attention.py": {f"{KERNELS}.gathered", f"{KERNELS}.primitives"},
+    "engines/triton/kernels/gathered_backward.py": {
         f"{KERNELS}.gradient",
-        f"{KERNELS}.listed",
+        f"{KERNELS}.gathered",
         f"{KERNELS}.primitives",
     },
     "engines/triton/inspect/__init__.py": set(),

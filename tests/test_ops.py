@@ -15,7 +15,7 @@ PATHS = {
     "mixture": {"heads": Heads(4, 2, 2, 1), "reduction": "none"},
     "train": {"heads": Heads(4, 2, 2, 1), "teacher_lse": True},
 }
-"""One problem for each way through the operators."""
+"""One problem for each path through the operators."""
 
 
 SCALED = {"teacher_scale": 0.3, "student_scale": 0.7}
@@ -120,7 +120,7 @@ INDEXER_PATHS = {
     "topk": {"topk_indices": torch.stack([torch.randperm(7)[:4] for _ in range(10)]).view(2, 5, 4)},
     "packed": {"batch": 1, "cu_seqlens": ([0, 2, 5], [0, 3, 7]), "reduction": "sum"},
 }
-"""One indexer for each way through the operators."""
+"""One indexer for each path through the operators."""
 
 
 def small_indexer(path: str, **changes):
@@ -142,7 +142,7 @@ def test_gradcheck_of_an_indexer(path: str) -> None:
 
 
 @pytest.mark.slow
-def test_gradcheck_on_the_keys_that_rows_name() -> None:
+def test_gradcheck_on_selected_keys() -> None:
     case = small("paired", dtypes=(torch.float64, torch.float64), tokens=(5, 7), dims=(4, 4))
     leaves = [x.requires_grad_() for x in case.tensors.values()]
     topk = INDEXER_PATHS["topk"]["topk_indices"]
@@ -255,12 +255,12 @@ def test_autocast_leaves_float64_alone() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_selective_checkpointing_saves_the_sweep_and_does_not_repeat_it(
+def test_selective_checkpointing_saves_the_pass_and_does_not_repeat_it(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = small(path)
     plain = run(case)
-    sweeps = {
+    passes = {
         torch.ops.streamkl.logsumexp.default,
         torch.ops.streamkl.paired_rows.default,
         torch.ops.streamkl.mixture_rows.default,
@@ -271,7 +271,7 @@ def test_selective_checkpointing_saves_the_sweep_and_does_not_repeat_it(
     monkeypatch.setattr(ops.engines, "choose", lambda *args: calls.append(args) or choose(*args))
 
     def policy(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if op in sweeps else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in passes else CheckpointPolicy.PREFER_RECOMPUTE
 
     def checkpointed(**arguments):
         def context_fn():
@@ -343,7 +343,7 @@ def test_changing_an_input_in_place_before_the_backward_is_an_error() -> None:
 
 
 def test_half_precision_gradients_survive_a_loss_scale_of_65536() -> None:
-    """On the one-sweep path gradients are made before the upstream gradient is known: they must not be rounded then."""
+    """On the one-pass path gradients are computed before the upstream gradient is known: they must not be rounded."""
     case = small("train", dtypes=(torch.float16, torch.float16), tokens=(64, 64), student_scale=1e-3)
     leaves = {name: x.clone().requires_grad_(name in STUDENT) for name, x in case.tensors.items()}
     loss = attention_kl(**leaves, **case.options, teacher_lse=case.teacher_lse)

@@ -64,7 +64,7 @@ def test_published_form_loses_the_digits_that_an_offset_shifts_out(small_tiles: 
 
 @pytest.mark.parametrize("distributions", [2, 1])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_group_mean_keeps_them_too(distributions: int, reduction: str, small_tiles: None) -> None:
+def test_head_mean_keeps_them_too(distributions: int, reduction: str, small_tiles: None) -> None:
     inputs = exact_inputs(4, distributions)
     exact = reference.attention_kl(**{n: x.double() for n, x in inputs.items()}, reduction=reduction, **SCALES)
     inputs["student_q"].requires_grad_()
@@ -72,7 +72,7 @@ def test_group_mean_keeps_them_too(distributions: int, reduction: str, small_til
     assert (ours.detach().double() - exact).abs().max() < 2e-6
 
 
-def test_group_mean_by_the_published_subtraction_loses_them() -> None:
+def test_head_mean_by_the_published_subtraction_loses_them() -> None:
     """``A' - m_b + LSE_b`` for the mixture: what the state's relative form is there to avoid."""
     inputs = exact_inputs(4, 1)
     a = reference.logits(inputs["teacher_q"], inputs["teacher_k"], 1.0)

@@ -138,7 +138,7 @@ def packed_index(**changes: object) -> dict:
     return {**call, **changes}
 
 
-def named(*shape: int) -> torch.Tensor:
+def selected(*shape: int) -> torch.Tensor:
     """Lists of pads."""
     return torch.full(shape, -1)
 
@@ -163,19 +163,19 @@ BAD_INDEXER = {
     "index_scale": (lambda: index(index_scale="1"), "index_scale must be a Python float: got '1'"),
     "lse of the index heads": (lambda: index(teacher_lse=z(2, 4, 10)), "[2, 6, 10]: got [2, 4, 10]"),
     "row weight of the index heads": (lambda: index(row_weight=z(2, 4, 10)), "[2, 1, 10] or [2, 10]: got [2, 4, 10]"),
-    "lists of the index heads": (lambda: index(topk_indices=named(2, 4, 10, 3)), "[2, 10, K] or [2, 1, 10, K]: got"),
+    "heads of the index heads": (lambda: index(topk_indices=selected(2, 4, 10, 3)), "[2, 10, K] or [2, 1, 10, K]: got"),
 }
 BAD_TOPK = {
     "a list": (lambda: tensors(topk_indices=[1]), "topk_indices must be a tensor: got list"),
-    "of the keys": (lambda: tensors(topk_indices=named(2, 12, 3)), "[2, 10, K] or [2, 2, 10, K]: got [2, 12, 3]"),
-    "of the teacher's heads": (lambda: tensors(topk_indices=named(2, 6, 10, 3)), "got [2, 6, 10, 3]"),
-    "packed with a batch": (lambda: packed(topk_indices=named(1, 10, 3)), "[10, K] or [2, 10, K]: got [1, 10, 3]"),
-    "of int16": (lambda: tensors(topk_indices=named(2, 10, 3).short()), "must be int32 or int64: got torch.int16"),
-    "a mask": (lambda: tensors(topk_indices=named(2, 10, 12) < 0), "must be int32 or int64: got torch.bool"),
-    "elsewhere": (lambda: tensors(topk_indices=named(2, 10, 3).to("meta")), "topk_indices must be on the device"),
-    "beyond the keys": (lambda: tensors(topk_indices=named(2, 10, 3) + 13), "from 0 to 11, or -1 for none: got 12"),
-    "below -1": (lambda: tensors(topk_indices=named(2, 10, 3) - 1), "or -1 for none: got -2"),
-    "twice": (lambda: tensors(topk_indices=named(2, 10, 3) + 5), "must not have a key twice in a row: got 4"),
+    "of the keys": (lambda: tensors(topk_indices=selected(2, 12, 3)), "[2, 10, K] or [2, 2, 10, K]: got [2, 12, 3]"),
+    "of the teacher's heads": (lambda: tensors(topk_indices=selected(2, 6, 10, 3)), "got [2, 6, 10, 3]"),
+    "packed with a batch": (lambda: packed(topk_indices=selected(1, 10, 3)), "[10, K] or [2, 10, K]: got [1, 10, 3]"),
+    "of int16": (lambda: tensors(topk_indices=selected(2, 10, 3).short()), "must be int32 or int64: got torch.int16"),
+    "a mask": (lambda: tensors(topk_indices=selected(2, 10, 12) < 0), "must be int32 or int64: got torch.bool"),
+    "elsewhere": (lambda: tensors(topk_indices=selected(2, 10, 3).to("meta")), "topk_indices must be on the device"),
+    "beyond the keys": (lambda: tensors(topk_indices=selected(2, 10, 3) + 13), "from 0 to 11, or -1 for none: got 12"),
+    "below -1": (lambda: tensors(topk_indices=selected(2, 10, 3) - 1), "or -1 for none: got -2"),
+    "twice": (lambda: tensors(topk_indices=selected(2, 10, 3) + 5), "must not have a key twice in a row: got 4"),
 }
 
 
@@ -188,7 +188,7 @@ def test_bad_input_of_an_indexer_is_refused_before_any_engine(name: str, no_engi
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["", "gradients"])
 @pytest.mark.parametrize("name", BAD_TOPK)
-def test_bad_lists_of_keys_are_refused_before_any_engine(name: str, wanted: bool, idle_engine: None) -> None:
+def test_bad_topk_indices_are_refused_before_any_engine(name: str, wanted: bool, idle_engine: None) -> None:
     call, message = BAD_TOPK[name]
     arguments = call()
     arguments["student_q"].requires_grad_(wanted)
@@ -198,9 +198,9 @@ def test_bad_lists_of_keys_are_refused_before_any_engine(name: str, wanted: bool
         attention_kl(**arguments, backend="reference")
 
 
-def test_a_list_of_the_lse_must_serve_as_many_heads_as_another(no_engine: None) -> None:
+def test_heads_of_the_lse_are_a_multiple_of_topk_heads(no_engine: None) -> None:
     with pytest.raises(ValueError, match="q heads must be a multiple of topk_indices heads: got 6 and 4"):
-        attention_lse(z(2, 6, 10, 8), z(2, 3, 10, 8), topk_indices=named(2, 4, 10, 3))
+        attention_lse(z(2, 6, 10, 8), z(2, 3, 10, 8), topk_indices=selected(2, 4, 10, 3))
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_a_teacher_that_asks_for_gradients_is_fine_where_none_are_taken() -> Non
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("given", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("heads", [6, 2, 1])
-def test_lists_of_keys_are_checked_once_a_loss(
+def test_topk_indices_are_checked_once_per_loss(
     backend: str, heads: int, given: bool, reduction: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topk = torch.stack([torch.randperm(12)[:5] for _ in range(20)]).view(2, 10, 5)

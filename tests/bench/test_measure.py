@@ -9,7 +9,7 @@ from streamkl.bench.cells import Cell, draw_inputs
 from streamkl.testing import Heads
 
 
-def test_contestants_alternate_and_run_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_alternate_and_run_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
     order = []
 

@@ -56,7 +56,7 @@ def test_what_ran_once_shows_how_time_and_memory_grow() -> None:
     assert second.endswith("4.1 s, 500.0 MB resident, 4.10x the time of 1,024 tokens for 4.00x the work")
 
 
-def test_tables_have_every_cell_and_contestant() -> None:
+def test_tables_have_every_cell_and_implementation() -> None:
     records = grid()
     records.append(Record("a suite", records[0].cell, "eager", 2, skipped="too large"))
     (table,) = detailed(records)

@@ -95,7 +95,7 @@ def test_a_file_that_does_not_do_is_refused(told: list[Settings], tmp_path: Path
 @pytest.mark.parametrize(
     ("checkpoint", "said"), [(False, "Stopped before the first checkpoint"), (True, "checkpoint-4")]
 )
-def test_an_interrupted_run_says_how_to_go_on(
+def test_an_interrupted_run_says_how_to_resume(
     checkpoint: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
@@ -112,7 +112,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     result = call(*flags, "--length", "64", "--topk", "70")
     assert result.exit_code == 130
     assert "There is no folder m here: it is looked for on the hub." in result.output
-    assert "lists of 70 keys hold all of 64 tokens" in result.output
+    assert "a top-k of 70 keys holds all of 64 tokens" in result.output
     assert said in result.output
     begun = f"checkpoint is {last}" if checkpoint else "has no complete checkpoint: starting at the first step"
     assert begun in result.output.replace("\n", "")

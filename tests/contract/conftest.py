@@ -19,7 +19,7 @@ def _hostile_memory(nan_poison: None, small_tiles: None) -> None:
 def random_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool | None]:
     """Cuts the problem of a seed for an engine; returns whether to ask for determinism, or ``None`` not to say.
 
-    Problems whose rows name ``few_keys`` have tiles of fewer keys.
+    Problems that select ``few_keys`` have tiles of fewer keys.
     """
 
     def cut(seed: int, backend: str, few_keys: bool = False) -> bool | None:

@@ -36,7 +36,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def assert_accurate(case: Case, backend: str) -> None:
     if backend != "tiled" and any(x.dtype == torch.float64 for x in case.tensors.values()):
         pytest.skip(f"the {backend} engine computes in float32")
-    # Poisoned memory comes with deterministic algorithms on; here the sweep that adds up dQ is under test as well.
+    # Poisoned memory comes with deterministic algorithms on; here the pass that accumulates dQ is under test as well.
     errors = check_accuracy(case, backend, functools.partial(attention_kl, deterministic=False))
     assert errors.worst <= 1, f"{errors}; {case}"
 

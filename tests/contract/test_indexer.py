@@ -51,7 +51,7 @@ def test_random_indexer(fuzz_seed: int, backend: str, random_tiles) -> None:
 
 
 @pytest.mark.topk
-def test_random_indexer_on_the_keys_that_rows_name(fuzz_seed: int, backend: str, random_tiles) -> None:
+def test_random_indexer_on_selected_keys(fuzz_seed: int, backend: str, random_tiles) -> None:
     assert_random_problem_is_accurate(fuzz_seed, backend, random_tiles, topk=True)
 
 

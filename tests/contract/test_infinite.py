@@ -9,7 +9,7 @@ from streamkl.testing import STUDENT, TEACHER, Heads, Infinite, check_accuracy, 
 INF = float("inf")
 HEADS = {"per_head": Heads(2, 1, 2, 2), "groups": Heads(4, 2, 2, 1), "head_mean": Heads(3, 3, 1, 1)}
 CALLS = [("mean", False), ("mean", True), ("none", False), ("none", True)]
-"""Reduction, and whether ``teacher_lse`` is given: each way through the operators."""
+"""Reduction, and whether ``teacher_lse`` is given: each path through the operators."""
 
 
 def nan_rows(kl: torch.Tensor) -> list[int]:
@@ -65,7 +65,7 @@ def test_a_teacher_logit_of_minus_infinity_adds_nothing_to_the_loss_of_an_indexe
 @pytest.mark.topk
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_teacher_logit_of_minus_infinity_adds_nothing_on_named_keys(reduction, heads, backend) -> None:
+def test_a_teacher_logit_of_minus_infinity_adds_nothing_on_selected_keys(reduction, heads, backend) -> None:
     queries = 4 if backend == "triton" else 20
     topk = torch.rand(1, queries, 30, generator=torch.Generator().manual_seed(0)).argsort(-1)
     case = make_case(
@@ -124,7 +124,7 @@ def test_index_scores_that_are_not_finite_make_nan_of_their_rows_and_a_relu_of_m
 
 
 @pytest.mark.topk
-def test_a_row_is_not_nan_for_an_infinite_key_that_it_does_not_name(backend) -> None:
+def test_a_row_is_not_nan_for_an_infinite_key_that_it_did_not_select(backend) -> None:
     topk = torch.stack([torch.arange(6) + i for i in range(5)])[None]
     for infinite in (Infinite("student_k", 7, -INF), Infinite("teacher_k", 7, INF)):
         case = make_case(

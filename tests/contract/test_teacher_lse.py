@@ -70,7 +70,7 @@ def test_a_wrong_teacher_lse_of_an_indexer_is_refused(gradients, reduction, head
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "grad"])
-def test_the_lse_of_all_keys_is_refused_where_rows_name_theirs(gradients, reduction, heads, backend) -> None:
+def test_the_lse_of_all_keys_is_refused_where_keys_are_selected(gradients, reduction, heads, backend) -> None:
     case = make_case(
         3, heads=heads, tokens=(4, 14), batch=1, reduction=reduction, teacher_lse=True, guard=False,
         topk_indices=torch.rand(1, 4, 14, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :5],

@@ -24,7 +24,7 @@ KINDS = (
 
 
 def attention_cases() -> list[Case]:
-    """Per head and means of heads, each way to the gradients, of mixed lengths."""
+    """Per head and head means, each path to the gradients, of mixed lengths."""
     return [make_case(n, batch=1, tokens=(length, length), **KINDS[n % len(KINDS)]) for n, length in enumerate(LENGTHS)]
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.topk
 HEADS = {"per_head": Heads(4, 2, 4, 2), "groups": Heads(6, 3, 2, 1), "head_mean": Heads(9, 3, 1, 1)}
 
 
-def lists(*shape: int, keys: int, seed: int = 0) -> torch.Tensor:
+def selected_keys(*shape: int, keys: int, seed: int = 0) -> torch.Tensor:
     """``[*shape]`` rows of different keys each, ``shape[-1]`` of them."""
     rng = torch.Generator().manual_seed(seed)
     return torch.rand(*shape[:-1], keys, generator=rng).argsort(-1)[..., : shape[-1]]
@@ -58,14 +58,14 @@ def test_random_problem(fuzz_seed: int, backend: str, random_tiles) -> None:
 @pytest.mark.parametrize("wanted", [STUDENT, STUDENT + TEACHER], ids=["student", "both"])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
-def test_a_list_of_every_key_is_the_dense_loss(teacher_lse, causal, wanted, heads, backend) -> None:
-    """Held to the accuracy rule of the dense problem, whose reference knows of no list."""
+def test_selecting_every_key_is_the_dense_loss(teacher_lse, causal, wanted, heads, backend) -> None:
+    """Held to the accuracy rule of the dense problem, whose reference has no selection."""
     if "teacher_q" in wanted and heads != HEADS["per_head"]:
         pytest.skip("gradients to the teacher exist head by head")
     only_on_other_engines(backend, teacher_lse != causal)
     batch, tokens = (1 if backend == "triton" else 2), (queries(backend, 30), 40)
     case = make_case(0, heads=heads, batch=batch, tokens=tokens, causal=causal, teacher_lse=teacher_lse, wanted=wanted)
-    every = lists(batch, *tokens, keys=40)
+    every = selected_keys(batch, *tokens, keys=40)
     errors = check_accuracy(case, backend, functools.partial(attention_kl, topk_indices=every))
     assert errors.worst <= 1, str(errors)
 
@@ -73,10 +73,10 @@ def test_a_list_of_every_key_is_the_dense_loss(teacher_lse, causal, wanted, head
 @pytest.mark.indexer
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_list_of_every_key_is_the_dense_loss_of_an_indexer(reduction, teacher_lse, backend) -> None:
+def test_selecting_every_key_is_the_dense_loss_of_an_indexer(reduction, teacher_lse, backend) -> None:
     tokens = queries(backend, 30), 40
     case = make_indexer_case(1, tokens=tokens, teacher_lse=teacher_lse, reduction=reduction)
-    every = lists(2, *tokens, keys=40)
+    every = selected_keys(2, *tokens, keys=40)
     errors = check_accuracy(case, backend, functools.partial(indexer_kl, topk_indices=every))
     assert errors.worst <= 1, str(errors)
 
@@ -84,11 +84,13 @@ def test_a_list_of_every_key_is_the_dense_loss_of_an_indexer(reduction, teacher_
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("pads", ["-1", "masked"])
-def test_a_row_that_names_no_key_it_may_see_is_zero_and_does_not_count(pads, teacher_lse, heads, backend) -> None:
+def test_a_row_that_sees_none_of_its_selected_keys_is_zero_and_does_not_count(
+    pads, teacher_lse, heads, backend
+) -> None:
     only_on_other_engines(backend, heads == HEADS["groups"] or teacher_lse != (pads == "-1"))
     n, first = (7, 3) if backend == "triton" else (20, 8)
     half = (n - first) // 2
-    topk = lists(2, n, half, keys=n - first, seed=2) + first
+    topk = selected_keys(2, n, half, keys=n - first, seed=2) + first
     topk[:, n - half :, 0] = 1  # the others are all past the diagonal, from row 0 to the one before `first`
     if pads == "-1":
         topk[:, :first] = -1
@@ -108,15 +110,15 @@ def test_a_row_that_names_no_key_it_may_see_is_zero_and_does_not_count(pads, tea
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_a_row_that_names_one_key_has_no_divergence(reduction, dtype, heads, backend) -> None:
+def test_a_row_with_one_selected_key_has_no_divergence(reduction, dtype, heads, backend) -> None:
     options = {"heads": heads, "tokens": (20, 40), "dtypes": (dtype, dtype), "offset": (8, 8), "reduction": reduction}
-    for value in run(make_case(9, topk_indices=lists(2, 20, 1, keys=40, seed=9), **options), backend).values():
+    for value in run(make_case(9, topk_indices=selected_keys(2, 20, 1, keys=40, seed=9), **options), backend).values():
         assert not value.any()
 
 
-def test_keys_that_no_row_names_have_no_gradient(backend) -> None:
+def test_keys_that_no_row_selected_have_no_gradient(backend) -> None:
     n = queries(backend, 30)
-    topk = lists(2, n, 5, keys=12, seed=3)
+    topk = selected_keys(2, n, 5, keys=12, seed=3)
     for teacher_lse in (False, True):
         case = make_case(3, tokens=(n, 40), topk_indices=topk, teacher_lse=teacher_lse, guard=False)
         dk = run(case, backend)["student_k"]
@@ -124,9 +126,9 @@ def test_keys_that_no_row_names_have_no_gradient(backend) -> None:
         assert dk[:, :, :12].any()
 
 
-def test_lists_may_be_in_any_order_and_of_either_dtype(backend) -> None:
+def test_indices_may_be_in_any_order_and_of_either_dtype(backend) -> None:
     n = queries(backend, 30)
-    topk = lists(2, n, 7, keys=30, seed=4)
+    topk = selected_keys(2, n, 7, keys=30, seed=4)
     case = make_case(4, tokens=(n, 30), causal=True, topk_indices=topk)
     first = run(case, backend)
     for other in (topk.flip(-1).int(),) if backend == "triton" else (topk.flip(-1), topk.sort(-1).values, topk.int()):
@@ -134,9 +136,9 @@ def test_lists_may_be_in_any_order_and_of_either_dtype(backend) -> None:
             torch.testing.assert_close(value, first[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_one_list_a_row_is_the_same_list_for_every_group(backend) -> None:
+def test_one_topk_head_serves_every_head_group(backend) -> None:
     n = queries(backend, 30)
-    topk = lists(2, n, 7, keys=30, seed=5)
+    topk = selected_keys(2, n, 7, keys=30, seed=5)
     case = make_case(5, heads=HEADS["groups"], tokens=(n, 30), causal=True, topk_indices=topk)
     first = run(case, backend)
     for name, value in run(case, backend, topk_indices=topk[:, None].expand(2, 2, n, 7)).items():
@@ -144,9 +146,9 @@ def test_one_list_a_row_is_the_same_list_for_every_group(backend) -> None:
 
 
 def test_in_a_packed_batch_indices_count_within_their_sequence(backend) -> None:
-    """Two sequences packed give the losses of the two alone, with the same lists."""
+    """Two sequences packed give the losses of the two alone, with the same selected keys."""
     middle, end = (6, 10) if backend == "triton" else (24, 40)
-    topk = lists(end, 6, keys=end - middle, seed=6)
+    topk = selected_keys(end, 6, keys=end - middle, seed=6)
     cu = torch.tensor([0, middle, end])
     q, k = (torch.randn(end, n, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 2))
     packed = attention_kl(
@@ -180,11 +182,11 @@ def test_a_key_past_the_end_of_its_sequence_is_not_seen(backend) -> None:
 
 
 @pytest.mark.parametrize("groups", [None, 1, 2, 6])
-def test_lse_over_the_named_keys_equals_the_reference(groups, backend) -> None:
+def test_lse_over_the_selected_keys_equals_the_reference(groups, backend) -> None:
     n = 8 if backend == "triton" else 30
     q, k = (torch.randn(2, heads, n, 16, generator=torch.Generator().manual_seed(heads)) for heads in (6, 3))
     shape = (2, n, n // 4) if groups is None else (2, groups, n, n // 4)
-    topk = lists(*shape, keys=n, seed=7)
+    topk = selected_keys(*shape, keys=n, seed=7)
     lse = attention_lse(q, k, causal=True, topk_indices=topk, backend=backend)
     exact = reference.attention_lse(q.double(), k.double(), causal=True, topk_indices=topk)
     assert torch.equal(lse == -torch.inf, exact == -torch.inf)
@@ -194,7 +196,7 @@ def test_lse_over_the_named_keys_equals_the_reference(groups, backend) -> None:
 
 def test_repeated_calls_are_bit_equal(backend) -> None:
     n = queries(backend, 50)
-    topk = lists(2, n, 20, keys=50, seed=8)
+    topk = selected_keys(2, n, 20, keys=50, seed=8)
     case = make_case(8, tokens=(n, 50), topk_indices=topk, dtypes=(torch.bfloat16, torch.bfloat16))
     runs = [run(case, backend, deterministic=True) for _ in range(2 if backend == "triton" else 5)]
     for other in runs[1:]:

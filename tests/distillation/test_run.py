@@ -1,4 +1,4 @@
-"""What a run does: it learns, goes on, and tells what is wrong."""
+"""What a run does: it learns, resumes, and says what is wrong."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def broken(tiny: Any, folder: Path, byte: int) -> Path:
     return path
 
 
-def test_a_run_goes_on_only_if_told_to_and_only_with_the_same_settings_and_text(
+def test_a_run_resumes_only_if_told_to_and_only_with_the_same_settings_and_text(
     tiny: Any, llama: Path, prose: Path, tmp_path: Path
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other.txt"
@@ -184,7 +184,7 @@ def test_results_without_room_are_written_by_a_resumed_run(
     assert distill(tiny.settings(llama, prose, tmp_path / "run", resume=True, **settings)).indexers.exists()
 
 
-def test_a_checkpoint_that_is_not_whole_is_not_gone_on_from(
+def test_a_run_does_not_resume_from_a_checkpoint_that_is_not_whole(
     tiny: Any, llama: Path, prose: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

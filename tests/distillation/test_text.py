@@ -89,7 +89,7 @@ def test_a_text_shorter_than_one_batch_comes_again(tiny: Any, llama: Path, tmp_p
     assert len((tmp_path / "run" / "curves.jsonl").read_text().splitlines()) == 3
 
 
-def test_samples_depend_on_their_number_alone_and_every_sequence_comes_once_a_pass() -> None:
+def test_samples_depend_on_their_number_alone_and_every_sequence_comes_once_per_pass() -> None:
     sequences = np.arange(7 * 4, dtype=np.uint32).reshape(7, 4)
     one, two = Samples(sequences, 21, seed=3), Samples(sequences, 21, seed=3)
     backwards = [two[n]["input_ids"].tolist() for n in reversed(range(21))][::-1]

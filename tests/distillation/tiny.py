@@ -72,7 +72,7 @@ def deepseek_v32(folder: Path) -> Path:
 
 
 def glm_moe_dsa(folder: Path) -> Path:
-    """Three layers, the second of which shares the lists of the first."""
+    """Three layers, the second of which shares the top-k of the first."""
     from transformers import GlmMoeDsaConfig
 
     return save(folder, GlmMoeDsaConfig(num_hidden_layers=3, indexer_types=["full", "shared", "full"], **LATENT))

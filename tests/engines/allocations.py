@@ -8,8 +8,8 @@ import torch
 
 from streamkl import attention_kl, attention_lse, indexer_kl, validation
 
-INDEX_HEADS, NAMED = 8, 96
-"""Heads of an indexer, and keys that a row names."""
+INDEX_HEADS, SELECTED = 8, 96
+"""Heads of an indexer, and selected keys of a row."""
 
 
 def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, teacher_dim: int, threads: int) -> None:
@@ -25,10 +25,10 @@ def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, t
     if path in ("topk", "indexer"):
         student_q, student_k = torch.randn(1, INDEX_HEADS, tokens, dim, dtype=dtype), student_k[:, 0]
     if path == "topk":
-        rows, steps = torch.arange(tokens)[:, None], torch.arange(NAMED)
-        spread = rows - steps * (1 + rows // NAMED)
+        rows, steps = torch.arange(tokens)[:, None], torch.arange(SELECTED)
+        spread = rows - steps * (1 + rows // SELECTED)
         options["topk_indices"] = torch.where(spread >= 0, spread, -1)[None]
-        validation.TOPK_CHUNK = 1 << 12  # or the check of the lists would take more than what is to be measured
+        validation.TOPK_CHUNK = 1 << 12  # or the check of the indices would take more than what is to be measured
     function = attention_kl if student_k.dim() == 4 else indexer_kl
     student_q.requires_grad_()
     student_k.requires_grad_()

@@ -102,7 +102,7 @@ def test_a_named_engine_never_falls_back(refusing: None) -> None:
 
 
 @pytest.mark.parametrize("name", engines.PREFERENCE)
-def test_auto_finds_an_engine_for_indexers_and_named_keys_and_the_others_say_what_they_cannot(
+def test_auto_finds_an_engine_for_indexers_and_selected_keys_and_the_others_say_what_they_cannot(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -63,13 +63,13 @@ def count(case) -> Products:
 
 @pytest.mark.parametrize("heads", [Heads(4, 2, 4, 2), Heads(6, 3, 2, 1), Heads(4, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("tokens", [(100, 100), (50, 130)], ids=str)
-def test_one_teacher_sweep_for_loss_and_gradients_when_the_lse_is_given(tokens, heads, blocks) -> None:
+def test_one_teacher_pass_for_loss_and_gradients_when_the_lse_is_given(tokens, heads, blocks) -> None:
     case = make_case(
         0, heads=heads, dims=(TEACHER_DIM, STUDENT_DIM), tokens=tokens, batch=1, causal=True, teacher_lse=True
     )
     products, tiles = count(case), causal_tiles(*tokens)
     assert products.logits(TEACHER_DIM) == heads.teacher * tiles
-    assert products.logits(STUDENT_DIM) == 2 * heads.student * tiles  # its LSE first, then the sweep
+    assert products.logits(STUDENT_DIM) == 2 * heads.student * tiles  # its LSE first, then the pass
     assert products.gradients(STUDENT_DIM) == 2 * heads.student * tiles  # dQ and dK
     assert products.gradients(TEACHER_DIM) == 0
 
@@ -77,20 +77,20 @@ def test_one_teacher_sweep_for_loss_and_gradients_when_the_lse_is_given(tokens, 
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("heads", [IndexerHeads(8, 2, 1), IndexerHeads(9, 3, 4), IndexerHeads(1, 1, 8)], ids=str)
 @pytest.mark.parametrize("tokens", [(100, 100), (50, 130)], ids=str)
-def test_an_indexer_takes_one_teacher_sweep_for_loss_and_all_gradients(tokens, heads, teacher_lse, blocks) -> None:
+def test_an_indexer_takes_one_teacher_pass_for_loss_and_all_gradients(tokens, heads, teacher_lse, blocks) -> None:
     """And one more where the log-sum-exp is not given; its own heads are multiplied together."""
     case = make_indexer_case(
         0, heads=heads, dims=(TEACHER_DIM, STUDENT_DIM), tokens=tokens, batch=1, teacher_lse=teacher_lse
     )
     products, tiles = count(case), causal_tiles(*tokens)
     assert products.logits(TEACHER_DIM) == (1 if teacher_lse else 2) * heads.teacher * tiles
-    assert products.logits(STUDENT_DIM) == 2 * tiles  # its LSE first, then the sweep
+    assert products.logits(STUDENT_DIM) == 2 * tiles  # its LSE first, then the pass
     assert products.gradients(STUDENT_DIM) == 2 * tiles  # dQ and dK
     assert products.gradients(TEACHER_DIM) == 0
 
 
 def test_sixty_four_index_heads_take_no_more_rows_at_a_time_than_fit(blocks) -> None:
-    """The teacher's tiles stay whole: their products must be those of the sweep that normalised them."""
+    """The teacher's tiles stay whole: their products must be those of the pass that computed their LSE."""
     case = make_indexer_case(0, heads=IndexerHeads(2, 1, 64), dims=(TEACHER_DIM, STUDENT_DIM), tokens=(64, 64), batch=1)
     shapes = count(case).shapes
     rows = {first for first, inner, _ in shapes if inner == STUDENT_DIM}
@@ -98,7 +98,7 @@ def test_sixty_four_index_heads_take_no_more_rows_at_a_time_than_fit(blocks) -> 
     assert {first for first, inner, _ in shapes if inner == TEACHER_DIM} == {BLOCK_Q}
 
 
-def test_deterministic_gradients_of_named_keys_are_refused_on_a_gpu() -> None:
+def test_deterministic_gradients_of_selected_keys_are_refused_on_a_gpu() -> None:
     side = Side(4, 4, 64, torch.float32, 1.0)
     support = Support(1, 8, 8, topk=torch.empty(1, 1, 8, 3, device="meta"))
     for deterministic, device, refused in ((True, "cuda", True), (True, "cpu", False), (False, "cuda", False)):
@@ -106,13 +106,13 @@ def test_deterministic_gradients_of_named_keys_are_refused_on_a_gpu() -> None:
         assert (refusal is not None and "not deterministic with topk_indices" in refusal) == refused
 
 
-def test_a_group_mean_without_lse_costs_one_sweep_more(blocks) -> None:
+def test_a_head_mean_without_lse_costs_one_pass_more(blocks) -> None:
     case = make_case(0, heads=Heads(6, 3, 2, 1), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, causal=True)
     assert count(case).logits(TEACHER_DIM) == 2 * 6 * causal_tiles(50, 50)
 
 
 @pytest.mark.parametrize("wanted", [STUDENT, STUDENT + TEACHER], ids=["student", "both"])
-def test_per_head_forward_and_one_sweep_backward(wanted, blocks) -> None:
+def test_per_head_forward_and_one_pass_backward(wanted, blocks) -> None:
     case = make_case(0, heads=Heads(4, 4, 4, 4), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, causal=True, wanted=wanted)
     products, tiles = count(case), 4 * causal_tiles(50, 50)
     assert products.logits(TEACHER_DIM) == 2 * tiles
@@ -145,7 +145,7 @@ def test_scratch_does_not_grow_with_the_sequence(dtype: str, path: str, tokens: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["topk", "indexer"])
-def test_scratch_of_an_indexer_and_of_named_keys_does_not_grow_with_the_sequence(path: str, allocations) -> None:
+def test_scratch_of_an_indexer_and_of_selected_keys_does_not_grow_with_the_sequence(path: str, allocations) -> None:
     short, long = (allocations(n, "bfloat16", path, "tiled") for n in (4097, 8193))
     print(f"{path}: {short} at 4,097 tokens, {long} at 8,193")
     assert long["allocations"] > 20_000, "the hook saw nothing"

@@ -38,7 +38,7 @@ def indexers(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.slow
-def test_a_run_compares_every_method_on_the_same_contexts_and_goes_on_where_it_was(
+def test_a_run_compares_every_method_on_the_same_contexts_and_resumes_where_it_was(
     model_folder: Path, book: Path, indexers: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "report"
@@ -146,7 +146,7 @@ def test_a_budget_that_nearly_holds_all_keys_is_nearly_dense_and_a_small_one_is_
     assert torch.allclose(losses[DENSE], whole, atol=1e-5)
     distance = {m.name: float((rows - whole).abs().mean()) for m, rows in losses.items()}
     assert distance["oracle k255 b1"] < 1e-5, distance
-    # The last query block's queries share one list that leaves one key out, which one of them may have wanted.
+    # The queries of the last block share a top-k without one key, which one of them may need.
     assert 1e-5 < distance["oracle k255 b64"] < 0.01 * distance["oracle k4 b1"], distance
 
 

@@ -64,10 +64,10 @@ def test_dense_scores_are_their_definition_and_topk_ranks_them(kind, activation)
     visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     torch.testing.assert_close(scores, expected.masked_fill(~visible, -torch.inf))
     assert torch.equal(indexer.topk(hidden, 7), index_topk(q, k, w, topk=7, activation=activation))
-    listed = indexer.topk(hidden, 7).long()
+    selected = indexer.topk(hidden, 7).long()
     best = scores.topk(7, -1).values
     torch.testing.assert_close(
-        scores.gather(-1, listed.clamp(min=0)).masked_fill(listed < 0, -torch.inf), best, rtol=1e-5, atol=1e-5
+        scores.gather(-1, selected.clamp(min=0)).masked_fill(selected < 0, -torch.inf), best, rtol=1e-5, atol=1e-5
     )
 
 
@@ -106,16 +106,16 @@ def test_packed_sequences_are_those_sequences(kind) -> None:
     packed = {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
     packed_q, packed_k = (x[0].transpose(0, 1) for x in (q, k))
     rows = indexer.loss(hidden[0], packed_q, packed_k, reduction="none", **packed)
-    listed, scores = indexer.topk(hidden[0], 6, **packed), indexer.scores(hidden[0], **packed)
+    selected, scores = indexer.topk(hidden[0], 6, **packed), indexer.scores(hidden[0], **packed)
     tensors = indexer(hidden[0], **packed)
-    assert (rows.shape, listed.shape, scores.shape) == ((1, TOKENS), (TOKENS, 6), (TOKENS, TOKENS))
+    assert (rows.shape, selected.shape, scores.shape) == ((1, TOKENS), (TOKENS, 6), (TOKENS, TOKENS))
     for start, end in ((0, 11), (11, TOKENS)):
         part = hidden[:, start:end]
         alone = indexer.loss(part, q[:, :, start:end], k[:, :, start:end], reduction="none")
         torch.testing.assert_close(rows[:, start:end], alone[0])
         torch.testing.assert_close(scores[start:end, start:end], indexer.scores(part)[0])
         torch.testing.assert_close(tensors.index_k[start:end], indexer(part).index_k[0])  # positions start anew
-        assert torch.equal(listed[start:end], indexer.topk(part, 6)[0])
+        assert torch.equal(selected[start:end], indexer.topk(part, 6)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,9 +168,9 @@ def test_autocast_casts_queries_and_keys_alike(kind) -> None:
     exact = indexer.loss(hidden, q, k)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         index_q, index_k, _ = indexer(hidden)
-        loss, listed = indexer.loss(hidden, q, k), indexer.topk(hidden, 5)
+        loss, selected = indexer.loss(hidden, q, k), indexer.topk(hidden, 5)
     assert index_q.dtype == index_k.dtype == torch.bfloat16
-    assert (loss.dtype, listed.shape) == (torch.float32, (2, TOKENS, 5))
+    assert (loss.dtype, selected.shape) == (torch.float32, (2, TOKENS, 5))
     torch.testing.assert_close(loss, exact, rtol=0.05, atol=0)
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in indexer.parameters())

@@ -61,7 +61,7 @@ def test_deepseek_v32_renormalises_over_the_selected_keys() -> None:
     torch.testing.assert_close(indexer.loss(hidden, q, k, topk_indices=chosen), expected)
 
 
-def test_msa_has_a_target_a_group() -> None:
+def test_msa_has_a_target_per_group() -> None:
     q, k, index_q, index_k = (
         randn(1, 8, TOKENS, 16),
         randn(1, 2, TOKENS, 16),

@@ -40,12 +40,12 @@ def test_a_checkpoints_indexer_selects_the_same_keys(family, name, layout) -> No
     ours = LightningIndexer(HIDDEN, query_dim=LATENT, heads=HEADS, head_dim=DIM, rope_dim=ROPE, rope_layout=layout)
     ours.load_state_dict(theirs.state_dict())
     arguments = {"query": latent, "position_embeddings": tables}
-    scores, listed = ours.scores(hidden, **arguments), ours.topk(hidden, TOPK, **arguments)
-    for row in range(TOPK - 1, TOKENS):  # earlier queries see fewer keys, and transformers then lists hidden ones
-        best, got = (scores[:, row].gather(-1, x[:, row].long()).sort(-1).values for x in (listed, selected))
-        torch.testing.assert_close(best, got, msg=f"query {row}")  # of keys that tie at 0 it may list any
+    scores, found = ours.scores(hidden, **arguments), ours.topk(hidden, TOPK, **arguments)
+    for row in range(TOPK - 1, TOKENS):  # earlier queries see fewer keys, and transformers then selects hidden ones
+        best, got = (scores[:, row].gather(-1, x[:, row].long()).sort(-1).values for x in (found, selected))
+        torch.testing.assert_close(best, got, msg=f"query {row}")  # of keys that tie at 0 it may select any
         sure = best[:, 0] > scores[:, row].sort(-1).values[:, -TOPK - 1] + 1e-4
         for batch in sure.nonzero().flatten().tolist():
-            assert set(listed[batch, row].tolist()) == set(selected[batch, row].tolist()), f"query {row}"
+            assert set(found[batch, row].tolist()) == set(selected[batch, row].tolist()), f"query {row}"
     ours.rope_layout = "interleaved" if layout == "half" else "half"
-    assert not torch.equal(ours.topk(hidden, TOPK, **arguments), listed)
+    assert not torch.equal(ours.topk(hidden, TOPK, **arguments), found)

@@ -65,8 +65,8 @@ class SparseCase:
                 starts[cu_q[n] : cu_q[n + 1]] = cu_k[n]
         return starts
 
-    def listed(self, indices: Tensor) -> Tensor:
-        """``[B, Nq, Nk]`` of bool: which keys ``indices [B, Nq, K]`` list."""
+    def selected(self, indices: Tensor) -> Tensor:
+        """``[B, Nq, Nk]`` of bool: which keys ``indices [B, Nq, K]`` select."""
         nk = self.allowed.shape[1]
         keys = torch.where(indices < 0, nk, indices.long() + self.first_keys()).clamp(max=nk)
         return torch.zeros(*indices.shape[:2], nk + 1, dtype=torch.bool).scatter_(-1, keys, True)[..., :nk]

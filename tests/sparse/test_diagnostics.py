@@ -25,7 +25,7 @@ def test_attention_mass_equals_its_definition(seed, sparse_case) -> None:
     case = sparse_case(seed)
     indices, attention = draw_indices(case, seed), case.attention()
     given = indices[0] if case.packed else indices
-    expected = (attention * case.listed(indices)).sum(-1)
+    expected = (attention * case.selected(indices)).sum(-1)
     rows = attention_mass(case.q, case.k, given, reduction="none", **case.mask)
     torch.testing.assert_close(case.rows(rows), expected, rtol=1e-10, atol=1e-12, msg=str(case))
     alive = case.allowed.any(-1).expand_as(expected)
@@ -39,8 +39,8 @@ def test_recall_equals_its_definition(seed, sparse_case) -> None:
     case = sparse_case(seed)
     indices = draw_indices(case, seed)
     given = indices[0] if case.packed else indices
-    oracle = case.listed(case.rows(oracle_topk(case.q, case.k, topk=case.topk, **case.mask)))
-    hits = (oracle & case.listed(indices)).sum(-1)
+    oracle = case.selected(case.rows(oracle_topk(case.q, case.k, topk=case.topk, **case.mask)))
+    hits = (oracle & case.selected(indices)).sum(-1)
     expected = torch.where(hits > 0, hits / oracle.sum(-1).clamp(min=1), 0.0)
     rows = topk_recall(case.q, case.k, given, topk=case.topk, reduction="none", **case.mask)
     torch.testing.assert_close(case.rows(rows), expected, msg=str(case))
@@ -71,7 +71,7 @@ def test_every_visible_key_is_the_whole_mass_and_none_is_nothing() -> None:
     assert attention_mass(q, k, nothing[..., :0]) == 0
 
 
-def test_a_given_lse_saves_the_sweep_and_changes_nothing(sparse_case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_lse_saves_the_pass_and_changes_nothing(sparse_case, monkeypatch: pytest.MonkeyPatch) -> None:
     case = sparse_case(4)
     indices = draw_indices(case, 4)
     indices = indices[0] if case.packed else indices

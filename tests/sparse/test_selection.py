@@ -31,12 +31,12 @@ def test_oracle_topk_ranks_by_mean_attention(seed, sparse_case) -> None:
     mass, visible = case.attention(), case.allowed.sum(-1)
     best = mass.sort(-1, descending=True).values
     best = torch.nn.functional.pad(best, (0, max(0, case.topk - best.shape[-1])))[..., : case.topk]
-    listed = found >= 0
-    found = torch.where(listed, found + case.first_keys(), -1)
-    assert (listed.sum(-1) == visible.clamp(max=case.topk)).all(), str(case)
-    assert case.allowed.expand_as(mass).gather(-1, found.clamp(min=0))[listed].all(), str(case)
-    got = mass.gather(-1, found.clamp(min=0)).masked_fill(~listed, 0.0)
-    torch.testing.assert_close(got, best.masked_fill(~listed, 0.0), rtol=1e-12, atol=1e-14, msg=str(case))
+    is_key = found >= 0
+    found = torch.where(is_key, found + case.first_keys(), -1)
+    assert (is_key.sum(-1) == visible.clamp(max=case.topk)).all(), str(case)
+    assert case.allowed.expand_as(mass).gather(-1, found.clamp(min=0))[is_key].all(), str(case)
+    got = mass.gather(-1, found.clamp(min=0)).masked_fill(~is_key, 0.0)
+    torch.testing.assert_close(got, best.masked_fill(~is_key, 0.0), rtol=1e-12, atol=1e-14, msg=str(case))
     for row in found.flatten(0, 1).tolist():
         keys = [key for key in row if key >= 0]
         assert len(set(keys)) == len(keys), str(case)

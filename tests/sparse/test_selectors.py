@@ -87,7 +87,7 @@ def test_random_keys_are_drawn_once_and_alike() -> None:
         assert max(keys) < 5 * (n + 1), "a key that no query of the query block sees"
 
 
-def test_a_window_lists_its_sinks_and_the_nearest_keys_that_its_queries_see() -> None:
+def test_a_window_selects_its_sinks_and_the_nearest_keys_that_its_queries_see() -> None:
     """The query block's own keys, sinks, those before it, the nearest first, and those after it."""
     q = k = torch.zeros(1, 1, 8, 4)
     selector = WindowSelector(topk=8, query_block=2, sinks=2)

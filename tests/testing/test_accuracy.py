@@ -1,4 +1,4 @@
-"""The rule sees engines that are wrong in ways that are easy to miss."""
+"""The rule sees engines whose errors are easy to miss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -110,15 +110,15 @@ def test_with_a_given_lse_a_probability_of_one_may_be_a_float32_next_to_it(round
     assert (check_accuracy(case, function=rounded).worst > 1) == seen
 
 
-def test_a_named_key_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selected_key_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     topk = torch.rand(2, 50, 50).argsort(-1)[..., :20]
     case = make_case(0, topk_indices=topk)
     assert check_accuracy(case, "tiled").worst <= 1
     keys = Support.selected_keys
 
     def without_the_seventh(support, tile):
-        named = keys(support, tile)
-        return torch.where(named == 7, -1, named)
+        selected = keys(support, tile)
+        return torch.where(selected == 7, -1, selected)
 
     monkeypatch.setattr(Support, "selected_keys", without_the_seventh)
     assert check_accuracy(case, "tiled").worst > 1

@@ -25,7 +25,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def named_keys(mesh) -> None:
-    """Indexers sharded by batch, with lists and without; heads sharded with one list for all, or one for each."""
+    """Indexers sharded by batch, with and without topk; heads sharded with one top-k head for all, or one for each."""
     dtypes = (torch.float64, torch.float64)
     topk = torch.rand(2, 9, 11, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :4]
     index = make_indexer_case(0, heads=IndexerHeads(4, 2, 2), dtypes=dtypes, tokens=(9, 11), guard=False)
@@ -38,14 +38,14 @@ def named_keys(mesh) -> None:
         (attention_kl, heads, STUDENT, topk, Shard(1)),
         (attention_kl, heads, STUDENT, topk[:, None].expand(2, 4, 9, 4).contiguous(), Shard(1)),
     ]
-    for (function, case, wanted, lists, placement), reduction in itertools.product(calls, ("mean", "none")):
+    for (function, case, wanted, topk, placement), reduction in itertools.product(calls, ("mean", "none")):
         options = {"causal": True, "reduction": reduction}
-        expected = run(case.tensors, wanted, function=function, topk_indices=lists, **options)
+        expected = run(case.tensors, wanted, function=function, topk_indices=topk, **options)
         tensors = {name: distribute_tensor(x, mesh, [placement]) for name, x in case.tensors.items()}
-        if lists is not None:
-            alone = placement == Shard(1) and lists.dim() == 3
-            lists = distribute_tensor(lists, mesh, [Replicate() if alone else placement])
-        got = run(tensors, wanted, function=function, topk_indices=lists, **options)
+        if topk is not None:
+            alone = placement == Shard(1) and topk.dim() == 3
+            topk = distribute_tensor(topk, mesh, [Replicate() if alone else placement])
+        got = run(tensors, wanted, function=function, topk_indices=topk, **options)
         for name, ours, plain in zip(("loss", *wanted), got, expected, strict=True):
             assert isinstance(ours, DTensor), name
             torch.testing.assert_close(whole(ours), plain, rtol=1e-12, atol=1e-12, msg=f"{function} {placement} {name}")

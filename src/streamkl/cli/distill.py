@@ -126,8 +126,8 @@ def _warn_of_large_topk(settings: Settings) -> None:
 def _warn_of_small_topk(settings: Settings) -> None:
     if settings.measured <= settings.query_block:
         typer.echo(
-            f"A top-k of {settings.measured} keys shared by a query block of {settings.query_block} holds the keys on the "
-            f"block's diagonal and no others: select more keys, or use a smaller query block, where the indexers are used."
+            f"A top-k of {settings.measured} keys shared by a query block of {settings.query_block} holds only keys "
+            f"on the block's diagonal: select more keys, or use a smaller query block, where the indexers are used."
         )
 
 

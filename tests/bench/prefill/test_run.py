@@ -1,4 +1,4 @@
-"""``streamkl bench prefill`` end to end on a tiny shape: the gate, both ways, the table, the file and the picture."""
+"""``streamkl bench prefill`` end to end on a tiny shape: the gate, both methods, the table, file and picture."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The CPU engine's sweeps: the same bits every time, the same values on any number of threads, scratch that is flat."""
+"""The CPU engine's passes: the same bits every time, the same values on any number of threads, scratch that is flat."""
 
 from collections.abc import Callable, Iterator
 

@@ -45,5 +45,5 @@ def test_a_row_of_scores(count: int, kind: str) -> None:
     scores = rows_of_scores(count)[kind]
     one = torch.ones(1, 1, 1, 1)
     for topk in sorted({1, 2, 15, 16, 17, count // 3 + 1, max(1, count - 1), count, count + 20}):
-        listed = index_topk(one, scores[None, :, None], topk=topk, activation=None, causal=False, backend="cpu")
-        assert torch.equal(listed[0, 0], best_of(scores, topk)), topk
+        selected = index_topk(one, scores[None, :, None], topk=topk, activation=None, causal=False, backend="cpu")
+        assert torch.equal(selected[0, 0], best_of(scores, topk)), topk

@@ -54,11 +54,11 @@ def test_64_threads_have_one_dk_and_scratch_of_their_own(path: str, allocations)
     assert many["scratch"] <= 64 * 1.1 * one["scratch"]
 
 
-def test_64_threads_on_named_keys_have_no_more_dks_than_take_as_much_as_the_lists(allocations) -> None:
+def test_64_threads_on_selected_keys_have_no_more_dks_than_take_as_much_as_the_indices(allocations) -> None:
     one, many = (allocations(8193, "float32", "topk", "cpu", threads=threads) for threads in (1, 64))
-    lists, dk = 96 * 8, 64 * 4  # bytes of a token
+    indices, dk = 96 * 8, 64 * 4  # bytes per token
     print(f"{one} with 1 thread, {many} with 64")
-    assert many["gradients"] <= one["gradients"] + lists // dk - 1
+    assert many["gradients"] <= one["gradients"] + indices // dk - 1
     assert many["scratch"] <= 64 * 1.1 * one["scratch"]
 
 

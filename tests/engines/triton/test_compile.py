@@ -51,7 +51,7 @@ def test_no_two_rows_of_the_table_are_the_same_and_every_target_has_all_of_them(
     [
         ("sm_86", "mixture", "128", "mixture 128 bfloat16 worst"),
         ("sm_89", "mixture", "128", "mixture 128 bfloat16 worst"),
-        ("sm_120", "train_listed", "576", "train_listed 576/128 J=64 weighted float16 worst"),
+        ("sm_120", "train_gathered", "576", "train_gathered 576/128 J=64 weighted float16 worst"),
     ],
 )
 def test_packed_sequences_in_a_window_spill_nothing_where_registers_are_scarcest(
@@ -98,7 +98,7 @@ def test_rows_with_the_same_ir_are_compiled_once_and_could_not_differ(tmp_path: 
 
 
 @pytest.mark.slow
-def test_on_sm_90_the_forward_issues_at_most_one_and_a_half_clocks_a_clock_of_products(tmp_path: Path) -> None:
+def test_on_sm_90_the_forward_issues_at_most_one_and_a_half_clocks_per_clock_of_products(tmp_path: Path) -> None:
     output = tmp_path / "kernels.json"
     kernels("--quick", "--target", "sm_90", "--kind", "paired", "--output", str(output))
     (row,) = (row for row in json.loads(output.read_text()) if row["variant"] == "sm_90 paired 128 bfloat16")

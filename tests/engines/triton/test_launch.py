@@ -32,7 +32,7 @@ def meta_problem(
     packed=0,
     deterministic=False,
     head_summed=False,
-    named=0,
+    selected=0,
 ) -> tuple[Problem, Inputs, RowStats]:
     def tensor(count: int, n: int, dim: int) -> torch.Tensor:
         return torch.empty(batch, count, n, dim, dtype=torch.bfloat16, device="meta")
@@ -43,7 +43,7 @@ def meta_problem(
         tensor(heads[3], nk, dims[1]), torch.empty(batch, nq, heads[2], device="meta").mT if head_summed else None,
     )  # fmt: skip
     cu = (torch.empty(packed + 1, dtype=torch.int32, device="meta") for _ in range(2)) if packed else (None, None)
-    topk = torch.empty(batch, 1, nq, named, dtype=torch.int32, device="meta") if named else None
+    topk = torch.empty(batch, 1, nq, selected, dtype=torch.int32, device="meta") if selected else None
     support = Support.of(inputs.b_q, inputs.b_k, None, 0, *cu, topk=topk)
     problem = Problem(
         Side.of(*inputs[:2]), Side.of(inputs.b_q, inputs.b_k, head_summed=head_summed), support, deterministic
@@ -72,9 +72,9 @@ def every_plan(problem: Problem, inputs: Inputs, stats: RowStats) -> dict[str, l
     return found
 
 
-@pytest.mark.parametrize("named", [0, 16])
-def test_batch_times_heads_beyond_65535_lies_on_grid_x(named: int) -> None:
-    plans = every_plan(*meta_problem(heads=(1000, 1000, 1000, 1000), tokens=(64, 64), batch=80, named=named))
+@pytest.mark.parametrize("selected", [0, 16])
+def test_batch_times_heads_beyond_65535_lies_on_grid_x(selected: int) -> None:
+    plans = every_plan(*meta_problem(heads=(1000, 1000, 1000, 1000), tokens=(64, 64), batch=80, selected=selected))
     for name, launches in plans.items():
         for launch in launches:
             assert isinstance(launch.programs, int), name  # one number: all of it on axis x, which holds 2^31 - 1
@@ -83,7 +83,7 @@ def test_batch_times_heads_beyond_65535_lies_on_grid_x(named: int) -> None:
 
 
 @pytest.mark.parametrize("packed", [1, 7, 300])
-def test_packed_grids_have_a_block_a_sequence_to_spare(packed: int) -> None:
+def test_packed_grids_have_a_spare_block_per_sequence(packed: int) -> None:
     problem, inputs, stats = meta_problem(batch=1, packed=packed)
     for launch in every_plan(problem, inputs, stats)["paired"]:
         rows = 4096 * Group.of(problem).pack
@@ -91,14 +91,14 @@ def test_packed_grids_have_a_block_a_sequence_to_spare(packed: int) -> None:
 
 
 @pytest.mark.parametrize("packed", [0, 3])
-@pytest.mark.parametrize("how", ["one_sweep", "deterministic", "named"])
+@pytest.mark.parametrize("how", ["one_pass", "deterministic", "selected"])
 @pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1), (8, 2, 4, 1)], ids=["per_head", "groups", "indexer"])
 def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_allocated(heads, how, packed):
     """Meta tensors have no values to read: a plan that waited for one would fail here."""
     head_summed = heads == (8, 2, 4, 1)
     problem, inputs, stats = meta_problem(
         heads, (48, 5000), 1, packed=packed, deterministic=how == "deterministic", head_summed=head_summed,
-        named=2048 if how == "named" else 0,
+        selected=2048 if how == "selected" else 0,
     )  # fmt: skip
     allowed = {tuple(x.shape) for x in (*inputs, *stats) if x is not None} | {()}
 
@@ -117,7 +117,7 @@ def test_nothing_is_read_and_only_outputs_rows_accumulators_and_partials_are_all
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 8, 2), (8, 2, 2, 1)], ids=["per_head", "groups"])
-def test_deterministic_plans_add_nothing_up_in_an_order_of_chance(heads) -> None:
+def test_deterministic_plans_add_nothing_in_a_random_order(heads) -> None:
     for name, launches in every_plan(*meta_problem(heads, (48, 5000), 1, deterministic=True)).items():
         for launch in launches:
             if launch.kernel.__name__ == "keys_kernel":
@@ -143,21 +143,21 @@ def test_a_table_for_a_new_gpu_starts_from_the_one_before_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("heads", "lists", "rows"),
+    ("heads", "topk_heads", "rows"),
     [((8, 2, 8, 2), 1, 4), ((8, 2, 8, 4), 1, 2), ((8, 2, 8, 2), 8, 1), ((8, 2, 4, 1), 1, 4)],
-    ids=["share_keys", "share_fewer", "list_a_head", "indexer"],
+    ids=["share_keys", "share_fewer", "topk_per_head", "indexer"],
 )
-def test_heads_that_share_a_list_and_key_heads_share_a_program(heads, lists, rows) -> None:
-    problem, inputs, stats = meta_problem(heads, (64, 64), 1, head_summed=heads == (8, 2, 4, 1), named=16)
-    support = replace(problem.support, topk=torch.empty(1, lists, 64, 16, dtype=torch.int32, device="meta"))
+def test_heads_that_share_a_topk_head_and_key_heads_share_a_program(heads, topk_heads, rows) -> None:
+    problem, inputs, stats = meta_problem(heads, (64, 64), 1, head_summed=heads == (8, 2, 4, 1), selected=16)
+    support = replace(problem.support, topk=torch.empty(1, topk_heads, 64, 16, dtype=torch.int32, device="meta"))
     for name, launches in every_plan(replace(problem, support=support), inputs, stats).items():
-        sweeps = [launch for launch in launches if "ROWS" in launch.constants]
+        passes = [launch for launch in launches if "ROWS" in launch.constants]
         if name in ("backward", "train", "lse of b"):
-            assert {launch.programs for launch in sweeps} == {64 * heads[2] // rows}, name
+            assert {launch.programs for launch in passes} == {64 * heads[2] // rows}, name
 
 
-def test_deterministic_gradients_of_named_keys_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, *_ = meta_problem(named=16, deterministic=True)
+def test_deterministic_gradients_of_selected_keys_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, *_ = meta_problem(selected=16, deterministic=True)
     refusal = triton.unsupported(torch.device("cuda"), problem)
     assert refusal is not None
     assert "not deterministic with topk_indices" in refusal
@@ -166,17 +166,19 @@ def test_deterministic_gradients_of_named_keys_are_refused_on_a_gpu(monkeypatch:
 
 
 @pytest.mark.parametrize("packed", [0, 3])
-@pytest.mark.parametrize(("block", "programs"), [(1, 4096 * 8), (64, 64 * 8 * 2)])
-def test_sparse_attention_has_a_program_a_list_and_key_head_and_reads_nothing(block, programs, packed) -> None:
-    """A block of 64 queries of four heads makes two tiles of 128 rows."""
+@pytest.mark.parametrize(("query_block", "programs"), [(1, 4096 * 8), (64, 64 * 8 * 2)])
+def test_sparse_attention_has_a_program_per_query_block_and_key_head_and_reads_nothing(
+    query_block, programs, packed
+) -> None:
+    """A query block of 64 with four heads makes two tiles of 128 rows."""
     from streamkl.engines.triton.attention import sparse_attention
 
     problem, inputs, _ = meta_problem((32, 8, 32, 8), batch=1, packed=packed)
-    indices = torch.empty(1, 4096 // block, 2048, dtype=torch.int32, device="meta")
+    indices = torch.empty(1, 4096 // query_block, 2048, dtype=torch.int32, device="meta")
     q, k = inputs[:2]
-    (launch,), out = sparse_attention(problem.support, problem.a, q, k, k[..., :64], indices, block, ARCH)
+    (launch,), out = sparse_attention(problem.support, problem.a, q, k, k[..., :64], indices, query_block, ARCH)
     assert launch.programs == programs
-    assert launch.constants["ROWS"] == (16 if block == 1 else 128)
+    assert launch.constants["ROWS"] == (16 if query_block == 1 else 128)
     assert out.shape == (1, 32, 4096, 64)
     assert out.transpose(1, 2).is_contiguous()
 
@@ -235,8 +237,8 @@ def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
 
 def test_every_table_has_every_kind() -> None:
     kinds = ("lse", "paired", "mixture", "keys_one", "keys_group", "queries_one", "queries_group", "keys_both",
-             "lse_index", "mixture_index", "keys_index", "queries_index", "lse_listed", "paired_listed",
-             "mixture_listed", "gradient_listed", "attention")  # fmt: skip
+             "lse_index", "mixture_index", "keys_index", "queries_index", "lse_gathered", "paired_gathered",
+             "mixture_gathered", "gradient_gathered", "attention")  # fmt: skip
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "sm_103", "gfx999"):
         for kind in kinds:
             for flavour in ("", "_misaligned", "_float32"):

@@ -79,7 +79,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["one_sweep", "deterministic"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["one_pass", "deterministic"])
 @pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
 @pytest.mark.parametrize("splits", [1, 16], ids=["", "split"])
 @pytest.mark.parametrize("name", CASES)
@@ -87,7 +87,7 @@ def test_no_address_outside_of_the_arguments(name, splits, hold, deterministic, 
     config = Config(rows=16, keys=16, warps=1, stages=1, hold=hold, chunk=32, grad=32)
     monkeypatch.setattr(architecture, "INTERPRETED", config)
     monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", splits)
-    monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)
+    monkeypatch.setattr(architecture, "TILES_PER_SPLIT", 1)
     options = {"tokens": (23, 37), "dims": (40, 24), "batch": 1, "causal": True, "window": (19, 3), **CASES[name]}
     case = make_case(0, **options)
     evaluate(
@@ -99,7 +99,7 @@ def test_no_address_outside_of_the_arguments(name, splits, hold, deterministic, 
     assert ("queries_kernel" in sanitizer["kernels"]) == deterministic
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["one_sweep", "deterministic"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["one_pass", "deterministic"])
 @pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
 @pytest.mark.parametrize("splits", [1, 16], ids=["", "split"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -109,7 +109,7 @@ def test_no_address_outside_of_an_indexers_arguments(
     config = Config(rows=16, keys=16, warps=1, stages=1, hold=hold, chunk=32, grad=32)
     monkeypatch.setattr(architecture, "INTERPRETED", config)
     monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", splits)
-    monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)
+    monkeypatch.setattr(architecture, "TILES_PER_SPLIT", 1)
     case = make_indexer_case(
         0, heads=IndexerHeads(2, 1, 3), tokens=(23, 37), dims=(40, 24), batch=1, window=(19, 3), reduction=reduction,
         weight_dtype=torch.float16, dtypes=(torch.float16, torch.float16),
@@ -119,40 +119,42 @@ def test_no_address_outside_of_an_indexers_arguments(
     assert ("queries_kernel" in sanitizer["kernels"]) == deterministic
 
 
-def named(queries: int, columns: int, keys: int) -> torch.Tensor:
-    """Lists of all keys in any order, ``[queries, columns]``, with pads among them."""
+def selected(queries: int, columns: int, keys: int) -> torch.Tensor:
+    """All keys in any order, ``[queries, columns]``, with padding among them."""
     topk = torch.rand(queries, columns, generator=torch.Generator().manual_seed(0)).argsort(-1)
     return torch.where(topk < keys, topk, -1)
 
 
 @pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
 @pytest.mark.parametrize("name", CASES)
-def test_no_address_outside_of_the_arguments_where_queries_name_their_keys(name, hold, sanitizer, monkeypatch) -> None:
+def test_no_address_outside_of_the_arguments_over_selected_keys(name, hold, sanitizer, monkeypatch) -> None:
     config = Config(rows=16, keys=8, warps=1, stages=1, hold=hold, chunk=32, grad=32)
     monkeypatch.setattr(architecture, "INTERPRETED", config)
     options = {"tokens": (5, 30), "dims": (40, 24), "batch": 1, "causal": True, "window": (19, 3), **CASES[name]}
     if name == "packed":
         options["cu_seqlens"] = ([0, 2, 2, 4], [0, 4, 13, 30])
-    case = make_case(0, topk_indices=named(5, 37, 30) if name == "packed" else named(5, 37, 30)[None], **options)
+    case = make_case(0, topk_indices=selected(5, 37, 30) if name == "packed" else selected(5, 37, 30)[None], **options)
     evaluate(attention_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="triton", **case.options)
     assert sanitizer["checked"] > 5_000
-    assert "listed_gradient_kernel" in sanitizer["kernels"]
+    assert "gathered_gradient_kernel" in sanitizer["kernels"]
 
 
 @pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
-@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("query_block", [1, 3])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-def test_no_address_outside_of_the_arguments_of_sparse_attention(packed, block, hold, sanitizer, monkeypatch) -> None:
+def test_no_address_outside_of_the_arguments_of_sparse_attention(
+    packed, query_block, hold, sanitizer, monkeypatch
+) -> None:
     config = Config(rows=16, keys=8, warps=1, stages=1, hold=hold, chunk=32, grad=16)
     monkeypatch.setattr(architecture, "INTERPRETED", config)
     q, k, v = (torch.randn(1, heads, n, dim) for heads, n, dim in ((6, 7, 40), (2, 30, 40), (2, 30, 24)))
-    lists, options = -(-7 // block), {"block": block, "window": (19, 3), "backend": "triton"}
+    query_blocks, options = -(-7 // query_block), {"query_block": query_block, "window": (19, 3), "backend": "triton"}
     if packed:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         cu_q, cu_k = torch.tensor([0, 2, 2, 6]), torch.tensor([0, 4, 13, 30])
         options |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-        lists = 7 if block == 1 else 1 + 2 + 1  # of the sequences, and of the query past them
-    indices = named(lists, 37, 30)
+        query_blocks = 7 if query_block == 1 else 1 + 2 + 1  # those of the sequences, and of the query past them
+    indices = selected(query_blocks, 37, 30)
     out = sparse_attention(q, k, v, indices if packed else indices[None], **options)
     assert out.isfinite().all()
     assert sanitizer["checked"] > 3000
@@ -162,24 +164,24 @@ def test_no_address_outside_of_the_arguments_of_sparse_attention(packed, block, 
 def test_the_sanitizer_covers_every_kernel_of_a_loss(sanitizer, monkeypatch) -> None:
     monkeypatch.setattr(architecture, "INTERPRETED", Config(rows=16, keys=16, warps=1, stages=1))
     monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", 16)
-    monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)
+    monkeypatch.setattr(architecture, "TILES_PER_SPLIT", 1)
     for name in ("paired", "mixture"):
         case = make_case(0, tokens=(5, 70), dims=(16, 16), batch=1, **CASES[name])
         evaluate(attention_kl, case.tensors, case, backend="triton", deterministic=True, **case.options)
         attention_lse(case.tensors["teacher_q"], case.tensors["teacher_k"], backend="triton")
-        case = make_case(0, tokens=(2, 9), dims=(16, 16), batch=1, topk_indices=named(2, 9, 9)[None], **CASES[name])
+        case = make_case(0, tokens=(2, 9), dims=(16, 16), batch=1, topk_indices=selected(2, 9, 9)[None], **CASES[name])
         evaluate(attention_kl, case.tensors, case, backend="triton", **case.options)
     assert sanitizer["kernels"] == {
         "lse_kernel", "paired_kernel", "mixture_kernel", "rows_kernel", "keys_kernel", "queries_kernel",
-        "merge_lse_kernel", "merge_paired_kernel", "merge_mixture_kernel", "listed_lse_kernel", "listed_paired_kernel",
-        "listed_mixture_kernel", "listed_gradient_kernel",
+        "merge_lse_kernel", "merge_paired_kernel", "merge_mixture_kernel", "gathered_lse_kernel",
+        "gathered_paired_kernel", "gathered_mixture_kernel", "gathered_gradient_kernel",
     }  # fmt: skip
 
 
 def test_the_sanitizer_sees_an_address_outside(sanitizer, monkeypatch) -> None:
     from streamkl.engines.triton.kernels import primitives
 
-    def unmasked(p_n, m_n, stride_d, d0, dim, block, masked, unit=0):
+    def unmasked(p_n, m_n, stride_d, d0, dim, block, masked, total=0):
         return original(p_n, m_n, stride_d, d0, block, block, masked)
 
     original = primitives.load_tile
@@ -211,9 +213,9 @@ FAR = """
     assert torch.equal(attention_lse(few, columns, backend="triton"), attention_lse(few, few, backend="triton"))
     print("columns")
     far.copy_(near)  # the columns lay in the same storage
-    named = torch.arange(rows).flip(0).expand(1, rows, rows)
-    torch.testing.assert_close(attention_lse(near, far, topk_indices=named, backend="triton"), expected)
-    print("named")
+    selected = torch.arange(rows).flip(0).expand(1, rows, rows)
+    torch.testing.assert_close(attention_lse(near, far, topk_indices=selected, backend="triton"), expected)
+    print("selected")
 """
 
 
@@ -231,4 +233,4 @@ def test_kernels_with_offsets_of_32_bits_would_fail_where_ours_pass(tmp_path: Pa
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         outputs.append(result.stdout.strip())
-    assert outputs == ["near\ntokens\ncolumns\nnamed", "near"]
+    assert outputs == ["near\ntokens\ncolumns\nselected", "near"]

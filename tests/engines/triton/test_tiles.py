@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 ROWS, KEYS = 16, 32
 TEACHER_DIM, STUDENT_DIM = 64, 128
-"""Widths that are no other: a product's shape says what it multiplies."""
+"""Distinct widths: the shape of a product says what it multiplies."""
 
 MASKS = {
     "none": {},
@@ -51,7 +51,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 @pytest.fixture
 def masked(monkeypatch: pytest.MonkeyPatch) -> list:
-    """The masks of pairs that the kernels made, one a tile of the masked path, over both sides together."""
+    """The masks of pairs that the kernels made, one per tile of the masked path, over both sides together."""
     from streamkl.engines.triton.kernels import forward, lse
 
     seen: list = []
@@ -108,22 +108,22 @@ def gradient_products(products: Counter, dim: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("heads", [Heads(2, 2, 2, 2), Heads(4, 2, 2, 1), Heads(4, 1, 1, 1)], ids=str)
-def test_training_with_a_teacher_lse_takes_one_teacher_and_four_student_products_a_tile(heads, products) -> None:
+def test_training_with_a_teacher_lse_takes_one_teacher_and_four_student_products_per_tile(heads, products) -> None:
     case = make_case(
         0, heads=heads, dims=(TEACHER_DIM, STUDENT_DIM), batch=1, tokens=(64, 64), teacher_lse=True, guard=False
-    )  # without a mask and with one distribution a row, tiles are alike for rows and keys
+    )  # without a mask and with one distribution per row, tiles are alike for rows and keys
     evaluate(attention_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="triton", **case.options)
     pack = heads.student // heads.student_kv if heads.teacher == heads.student else 1
     visited = heads.student * (64 // ROWS) * (64 // KEYS)
     assert pack == 1
     assert products[(ROWS, TEACHER_DIM, KEYS)] == visited * heads.teacher // heads.student
-    assert products[(ROWS, STUDENT_DIM, KEYS)] == 2 * visited  # its LSE first, then the sweep
+    assert products[(ROWS, STUDENT_DIM, KEYS)] == 2 * visited  # its LSE first, then the pass
     assert gradient_products(products, STUDENT_DIM) == (visited, visited)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("heads", [IndexerHeads(1, 1, 3), IndexerHeads(4, 2, 1), IndexerHeads(6, 3, 5)], ids=str)
-def test_an_indexer_takes_one_teacher_product_a_head_and_tile(heads, causal, products) -> None:
+def test_an_indexer_takes_one_teacher_product_per_head_and_tile(heads, causal, products) -> None:
     """With the teacher's log-sum-exp, for the loss and all gradients together."""
     case = make_indexer_case(
         0, heads=heads, dims=(TEACHER_DIM, STUDENT_DIM), batch=1, tokens=(64, 64), teacher_lse=True, causal=causal,
@@ -137,8 +137,8 @@ def test_an_indexer_takes_one_teacher_product_a_head_and_tile(heads, causal, pro
 
 
 @pytest.mark.parametrize("heads", [IndexerHeads(4, 2, 1), IndexerHeads(32, 2, 5)], ids=str)
-def test_keys_that_a_query_names_are_multiplied_once_a_key_head_with_all_heads_that_read_them(heads, products) -> None:
-    """With the teacher's log-sum-exp, and only up to the last key of a list that its query sees."""
+def test_selected_keys_are_multiplied_once_per_key_head_with_all_heads_that_read_them(heads, products) -> None:
+    """With the teacher's log-sum-exp, and only up to the last selected key that a query sees."""
     topk = torch.full((1, 3, 4 * KEYS), -1)
     topk[:, :, : 2 * KEYS] = torch.arange(2 * KEYS)
     topk[:, 0, KEYS:] = -1
@@ -150,7 +150,7 @@ def test_keys_that_a_query_names_are_multiplied_once_a_key_head_with_all_heads_t
     evaluate(indexer_kl, case.tensors, case, teacher_lse=case.teacher_lse, backend="triton", **case.options)
     visited, padded = 1 + 0 + 2, 16  # rows of heads, of which a product wants 16
     assert products[(padded, TEACHER_DIM, KEYS)] == heads.teacher_kv * visited
-    assert products[(padded, STUDENT_DIM, KEYS)] == 2 * visited  # its LSE, and the sweep
+    assert products[(padded, STUDENT_DIM, KEYS)] == 2 * visited  # its LSE, and the pass
     assert products[(KEYS, padded, STUDENT_DIM)] == products[(padded, KEYS, STUDENT_DIM)] == visited
 
 
@@ -170,19 +170,19 @@ def test_a_deterministic_indexer_computes_the_teacher_again_for_each_index_head(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_backward_takes_four_products_a_tile_in_one_sweep_and_six_in_two(deterministic, products) -> None:
+def test_a_backward_takes_four_products_per_tile_in_one_pass_and_six_in_two(deterministic, products) -> None:
     case = make_case(
         0, heads=Heads(2, 2, 2, 2), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, tokens=(64, 64), reduction="none",
         guard=False,
     )  # fmt: skip
     evaluate(attention_kl, case.tensors, case, backend="triton", deterministic=deterministic, **case.options)
-    visited, sweeps = 2 * (64 // ROWS) * (64 // KEYS), 2 if deterministic else 1
-    assert products[(ROWS, TEACHER_DIM, KEYS)] == visited * (1 + sweeps)  # the forward, and the backward's sweeps
-    assert products[(ROWS, STUDENT_DIM, KEYS)] == visited * (1 + sweeps)
+    visited, passes = 2 * (64 // ROWS) * (64 // KEYS), 2 if deterministic else 1
+    assert products[(ROWS, TEACHER_DIM, KEYS)] == visited * (1 + passes)  # the forward, and the passes of the backward
+    assert products[(ROWS, STUDENT_DIM, KEYS)] == visited * (1 + passes)
     assert gradient_products(products, STUDENT_DIM) == (visited, visited)
 
 
-def test_gradients_to_both_sides_share_a_sweep(products) -> None:
+def test_gradients_to_both_sides_share_a_pass(products) -> None:
     case = make_case(
         0, heads=Heads(1, 1, 1, 1), dims=(32, 64), batch=1, tokens=(64, 64), wanted=STUDENT + TEACHER, guard=False
     )

@@ -36,7 +36,7 @@ def in_chunks(model, ids: torch.Tensor, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_with_a_key_for_each_key_every_selector_is_the_dense_model(family, dense_of) -> None:
+def test_with_a_topk_of_all_keys_every_selector_is_the_dense_model(family, dense_of) -> None:
     everything = {"index_topk": TOKENS} if family in SPARSE_LATENT else {}
     model, ids = tiny_model(family, **everything), tokens(2, TOKENS)
     dense = dense_of(model, input_ids=ids)
@@ -119,7 +119,7 @@ def test_positions_of_tokens_that_continue_a_cache_split_nothing(positions, dens
 
 
 @torch.no_grad()
-def test_sequences_that_cu_seq_lens_name_split_a_row_unless_it_is_padded(dense_of) -> None:
+def test_sequences_of_cu_seq_lens_split_a_row_unless_it_is_padded(dense_of) -> None:
     model, ids, cut = tiny_model("gemma3"), tokens(1, TOKENS), 17  # with dense layers between the sparse ones
     skl.sparsify(model, OracleSelector(TOKENS, BLOCK))
     dense, told = dense_of(model, input_ids=ids), {"cu_seq_lens_q": torch.tensor([0, cut, TOKENS], dtype=torch.int32)}

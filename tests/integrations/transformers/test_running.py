@@ -35,7 +35,7 @@ def test_back_to_sdpa_it_is_the_dense_model_bit_for_bit(family) -> None:
 
 
 @torch.no_grad()
-def test_the_other_names_select_as_many_keys_in_other_ways() -> None:
+def test_the_other_names_select_as_many_keys_by_other_policies() -> None:
     model, ids = tiny_model("llama"), tokens(2, TOKENS)
     dense = model(ids).logits
     handle = skl.sparsify(model, IndexerSelector(6, 4), skl.new_indexers(model, head_dim=8))
@@ -56,10 +56,10 @@ def test_the_other_names_select_as_many_keys_in_other_ways() -> None:
 @torch.no_grad()
 def test_decoding_is_dense_unless_asked_otherwise() -> None:
     model, ids = tiny_model("llama"), tokens(1, TOKENS)
-    lists: dict[str, list[int | None]] = {}
+    counts: dict[str, list[int | None]] = {}
     for decode in (None, "sparse"):
         handle = skl.sparsify(model, OracleSelector(4, 2), decode=decode)
-        seen = lists[str(decode)] = []
+        seen = counts[str(decode)] = []
 
         def count(attended: skl.Attended, seen: list[int | None] = seen) -> None:
             seen.append(None if attended.indices is None else attended.indices.shape[1])
@@ -67,8 +67,8 @@ def test_decoding_is_dense_unless_asked_otherwise() -> None:
         with handle.watch(count):
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
     query_blocks, layers = TOKENS // 2, 2
-    assert lists["None"] == [query_blocks] * layers + [None] * 2 * layers
-    assert lists["sparse"] == [query_blocks] * layers + [1] * 2 * layers
+    assert counts["None"] == [query_blocks] * layers + [None] * 2 * layers
+    assert counts["sparse"] == [query_blocks] * layers + [1] * 2 * layers
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """The Triton engine, for NVIDIA and AMD GPUs; with ``TRITON_INTERPRET=1`` its kernels run on CPU tensors, for tests.
 
-``kernels/`` holds the kernels, ``plans.py``, ``listed.py`` and ``launch.py`` the host side, ``architecture.py`` with
+``kernels/`` holds the kernels, ``plans.py``, ``gathered.py`` and ``launch.py`` the host side, ``architecture.py`` with
 ``nvidia.py`` and ``amd.py`` the configs. Triton is imported when the engine first runs, not before.
 """
 
@@ -37,14 +37,14 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
     if problem is not None and problem.deterministic and problem.support.topk is not None and device.type != "cpu":
-        return "is not deterministic with topk_indices: queries add to the keys they name in any order"
+        return "is not deterministic with topk_indices: queries add to their selected keys in any order"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     return _too_old() or (_unknown_gpu(device) if device.type == "cuda" else None)
 
 
 def reluctant(device: torch.device) -> str | None:
-    """Why ``auto`` should not take this engine though it can run: an interpreter is for tests."""
+    """Why ``auto`` should not take this engine even if it can run: the interpreter is for tests."""
     return "would be interpreted: name it to test it" if device.type == "cpu" else None
 
 
@@ -74,10 +74,10 @@ def _unknown_gpu(device: torch.device) -> str | None:
 
 
 def _plans(support: Support) -> ModuleType:
-    """The plans for what the rows see: runs of keys, or those that they name."""
-    from streamkl.engines.triton import listed, plans
+    """The plans for a support: over all keys, or over selected ones."""
+    from streamkl.engines.triton import gathered, plans
 
-    return plans if support.topk is None else listed
+    return plans if support.topk is None else gathered
 
 
 def logsumexp(
@@ -92,7 +92,7 @@ def logsumexp(
 
 
 def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, RowStats]:
-    """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its normalisers."""
+    """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its row stats."""
     from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
@@ -104,7 +104,7 @@ def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, RowSt
 def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose normalisers are known."""
+    """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose row stats are known."""
     from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
@@ -122,7 +122,7 @@ def backward(
     want_a: bool,
     want_b: bool,
 ) -> Gradients:
-    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes: one sweep, or two where it must be deterministic."""
+    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes: one pass, or two where it must be deterministic."""
     from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
@@ -132,42 +132,42 @@ def backward(
     launch.run_all(launches, device)
     return Gradients(
         *(
-            None if grad is None or x is None else _summed(grad, x).to(x.dtype)
+            None if grad is None or x is None else _sum_splits(grad, x).to(x.dtype)
             for grad, x in zip(gradients, inputs, strict=True)
         )
     )
 
 
 def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
-    """``sum(weight * kl)``, its gradients to side ``b``, unrounded, and the mass, in one sweep over ``a``."""
+    """``sum(weight * kl)``, its gradients to side ``b``, unrounded, and the mass, in one pass over ``a``."""
     from streamkl.engines.triton import architecture, launch
 
     device = inputs.b_q.device
     launches, made = _plans(problem.support).train(problem, inputs, stats, weight, architecture.of(device))
     launch.run_all(launches, device)
-    s, acc = (_summed(x, weight) for x in (made.sum_p, made.sum_acc))
+    s, acc = (_sum_splits(x, weight) for x in (made.sum_p, made.sum_acc))
     ln2 = math.log(2)
-    rounding = (stats.ln_l_b.double() - ln2 * made.b.l.double()).float()  # of log2 l_b, which the sweep read
+    rounding = (stats.ln_l_b.double() - ln2 * made.b.l.double()).float()  # of log2 l_b, which the pass read
     kl = (ln2 * acc / s + rounding) - torch.log(s)
     loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, acc), 0.0).sum()
-    dw = None if made.dw is None or inputs.b_w is None else _summed(made.dw, inputs.b_w)
-    gradients = Gradients(None, None, _summed(made.dq, inputs.b_q), made.dk, dw)
+    dw = None if made.dw is None or inputs.b_w is None else _sum_splits(made.dw, inputs.b_w)
+    gradients = Gradients(None, None, _sum_splits(made.dq, inputs.b_q), made.dk, dw)
     return loss, gradients, torch.where(weight == 0, 1.0, s)
 
 
 def sparse_attention(
-    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int
+    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int
 ) -> Tensor:
-    """The output ``[B, H, Nq, Dv]`` in the dtype of ``q``, over the keys of ``indices [B, lists, K]``."""
+    """The output ``[B, H, Nq, Dv]`` in the dtype of ``q``, over the selected keys ``indices [B, query_blocks, K]``."""
     from streamkl.engines.triton import architecture, attention, launch
 
     launches, out = attention.sparse_attention(
-        support, side, q, k, v, indices, block, architecture.of(q.device)
+        support, side, q, k, v, indices, query_block, architecture.of(q.device)
     )  # fmt: skip
     launch.run_all(launches, q.device)
     return out
 
 
-def _summed(x: Tensor, like: Tensor) -> Tensor:
-    """The sum over the shares of the keys, if there are several."""
+def _sum_splits(x: Tensor, like: Tensor) -> Tensor:
+    """The sum over the splits of the keys, if there are several."""
     return x.sum(0) if x.dim() > like.dim() else x

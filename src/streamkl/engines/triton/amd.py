@@ -1,4 +1,4 @@
-"""How kernels are cut for AMD GPUs: for each architecture and kind of kernel, a `Config` by the widest head it fits.
+"""Kernel configs for AMD GPUs: for each architecture and kind of kernel, a `Config` by the widest head it fits.
 
 ``Config(rows, keys, warps, stages)``; heads wider than ``hold`` are read in chunks. ``streamkl kernels --check`` holds
 every row but those of float32 to zero spills and the shared memory; ``docs/kernels.md`` says how to try your own.
@@ -7,7 +7,7 @@ every row but those of float32 to zero spills and the shared memory; ``docs/kern
 from streamkl.engines.triton.meta import FLOAT32, KINDS, Config
 
 PROCESSORS = {"gfx942": 304, "gfx950": 256}
-"""Compute units of the largest GPU of each."""
+"""Compute units of the largest GPU of each architecture."""
 
 MISALIGNED = {
     **{f"{kind}_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32, grad=32)} for kind in KINDS},
@@ -73,19 +73,19 @@ GFX942 = {
     "queries_index": {
         1024: Config(128, 32, 4, 1, hold=128),
     },
-    "lse_listed": {
+    "lse_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 64, 8, 2, hold=128),
     },
-    "paired_listed": {
+    "paired_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 64, 8, 2, hold=128),
     },
-    "mixture_listed": {
+    "mixture_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 64, 8, 2, hold=128),
     },
-    "gradient_listed": {
+    "gradient_gathered": {
         128: Config(128, 32, 4, 1),
         1024: Config(128, 32, 8, 1, hold=128),
     },

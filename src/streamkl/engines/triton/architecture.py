@@ -1,4 +1,4 @@
-"""Which architecture a device has, and how kernels are cut for it."""
+"""The architecture of a device, and the kernel configs for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from streamkl.engines.triton.meta import Config, padded
 INTERPRETER = "interpreter"
 
 INTERPRETED = Config(rows=128, keys=1024, warps=1, stages=1, hold=1024)
-"""Large tiles: the interpreter takes as long for a row as for many."""
+"""Large tiles: the interpreter takes as long for one row as for many."""
 
 INTERPRETED_PROCESSORS = 1
 
-TILES_A_SHARE = 4
-"""Fewer tiles than this are not worth a program of their own, and the merge."""
+TILES_PER_SPLIT = 4
+"""A split of fewer tiles is not worth its own program and the merge."""
 
 
 def of(device: torch.device) -> str:
@@ -46,7 +46,7 @@ def processors(arch: str) -> int:
 
 
 def config(arch: str, kind: str, width: int) -> Config:
-    """How a kind of kernel is cut for heads of a width."""
+    """The config of a kind of kernel for heads of a width."""
     if arch == INTERPRETER:
         return INTERPRETED
     rows = _tables()[_known(arch)][kind]
@@ -74,7 +74,7 @@ def _nearest(arch: str, tables: dict[str, dict[str, dict[int, Config]]]) -> str:
 
 @functools.cache
 def _tables() -> dict[str, dict[str, dict[int, Config]]]:
-    """The tables of both vendors, with the caller's own rows, from the file ``STREAMKL_CONFIGS``, in their place."""
+    """The tables of both vendors, with rows replaced by those of the file ``STREAMKL_CONFIGS``."""
     tables = {
         arch: {kind: dict(rows) for kind, rows in table.items()} for arch, table in (nvidia.TABLES | amd.TABLES).items()
     }
@@ -85,7 +85,7 @@ def _tables() -> dict[str, dict[str, dict[int, Config]]]:
 
 
 def _add_own(tables: dict[str, dict[str, dict[int, Config]]], path: str) -> None:
-    """Puts the rows of a file in the place of ours; an architecture that is new starts from the one before it."""
+    """Replaces rows by those of a file; a new architecture starts from the nearest known one."""
     where = path
     try:
         for arch, table in json.loads(Path(path).read_text()).items():

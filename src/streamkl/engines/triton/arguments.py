@@ -1,4 +1,4 @@
-"""What the launches of all plans are given: tensors by name, and row vectors as the sweeps read them."""
+"""The arguments of launches: tensors by name, and row vectors as the passes read them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from streamkl.state import RowStats
 
 
 class Rows(NamedTuple):
-    """A side's normalisers as the sweeps read them: ``m`` and ``log2 l``, ``[B, heads, Nq]``."""
+    """The row stats of a side as the passes read them: ``m`` and ``log2 l``, ``[B, heads, Nq]``."""
 
     m: Tensor
     l: Tensor
 
 
 class Trained(NamedTuple):
-    """What one sweep leaves: gradients in float32, and of each row the sums that its loss is made of."""
+    """The results of one pass: gradients in float32, and the sums of each row that its loss is computed from."""
 
     dq: Tensor
     dk: Tensor
@@ -32,9 +32,9 @@ class Trained(NamedTuple):
 
 
 class GradientRows(NamedTuple):
-    """What a gradient sweep reads of its rows, and the launches that make it.
+    """The row vectors that a gradient pass reads, and the launches that compute them.
 
-    If a side is ``half``, which is float16, ``weight`` was divided by ``peak``; ``peak_w`` is that of index heads.
+    If a side is ``half`` (float16), ``weight`` was divided by ``peak``; ``peak_w`` is the divisor of index weights.
     """
 
     launches: list[Launch]
@@ -47,7 +47,7 @@ class GradientRows(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> GradientRows:
-        """Reads the normalisers of both sides and the weights of the rows, ``[B, R, Nq]``."""
+        """From the row stats of both sides and the weights of the rows, ``[B, R, Nq]``."""
         half = torch.float16 in (inputs.a_q.dtype, inputs.b_q.dtype)
         weight, peak = _weights(weight.contiguous(), half)
         prepare_a, a = known_rows(stats.m_a, stats.ln_l_a, weight, problem.head_group)
@@ -58,7 +58,7 @@ class GradientRows(NamedTuple):
         return cls([prepare_a, prepare_b], a, b, weight, peak, peak_w, half)
 
     def arguments(self, problem: Problem, inputs: Inputs, mean: Tensor | None) -> dict[str, Any]:
-        """The arguments of a gradient sweep, without its outputs; ``mean`` is read where side ``a`` wants gradients."""
+        """The arguments of a gradient pass, without its outputs; ``mean`` is read where side ``a`` wants gradients."""
         return tensors(inputs) | index_weights(inputs) | {
             "m_a": self.a.m, "l_a": self.a.l, "m_b": self.b.m, "l_b": self.b.l, "weight": self.weight,
             "mean": given(mean, self.weight), "peak": self.peak, "peak_w": self.peak_w,
@@ -82,18 +82,18 @@ def index_weights(inputs: Inputs) -> dict[str, Any]:
 
 
 def known_rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[Launch, Rows]:
-    """A side's normalisers as the sweeps read them; ``heads`` of them make one distribution."""
+    """The row stats of a side as the passes read them; ``heads`` heads make one distribution."""
     m, ln_l = m.contiguous(), ln_l.contiguous()
     rows = Rows(*(torch.empty_like(m) for _ in range(2)))
     arguments = {
         "m": m, "ln_l": ln_l, "weight": m if weight is None else weight, "out_m": rows.m,
-        "out_l": rows.l, "rows": m.numel(), "nq": m.shape[2], "share": heads,
+        "out_l": rows.l, "rows": m.numel(), "nq": m.shape[2], "per_weight": heads,
     }  # fmt: skip
     return row_launch(rows_kernel, m.numel(), arguments, WEIGHTED=weight is not None), rows
 
 
 def given(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A tensor, or one that stands where the kernel reads none."""
+    """A tensor, or a placeholder for one that the kernel does not read."""
     return other if tensor is None else tensor
 
 
@@ -107,7 +107,7 @@ def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor]:
 
 
 def _peak(weight: Tensor) -> Tensor:
-    """The least power of two that is no less than any finite weight; 1 where there is none."""
+    """The least power of two that no finite weight exceeds; 1 if there is none."""
     if weight.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=weight.device)
     largest = torch.where(weight.isfinite(), weight.abs(), 0.0).amax()

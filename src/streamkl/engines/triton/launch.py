@@ -1,6 +1,6 @@
-"""From a problem to launches: grids, shares, arguments, and the guard that a launch runs under.
+"""From a problem to launches: grids, splits, arguments, and the guard that a launch runs under.
 
-A `Launch` can be run, or compiled for an architecture that is not there (``streamkl kernels``): what is checked is
+A `Launch` can be run, or compiled for an architecture that is not present (``streamkl kernels``): what is checked is
 what is launched. Nothing here reads a tensor's values, so nothing waits for the device.
 """
 
@@ -36,7 +36,7 @@ class Launch:
     stages: int = 1
 
     def run(self, device: torch.device) -> None:
-        """Runs it, on the tensors' device whatever the current one is."""
+        """Runs it on the tensors' device, which need not be the current one."""
         if self.programs == 0:
             return
         with device_guard(device):
@@ -47,7 +47,7 @@ class Launch:
 
 
 def device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes a device current; for the interpreter, whose numpy reports every nan, keeps it quiet."""
+    """Makes a device current; for the interpreter, silences numpy's warnings about nan."""
     return torch.cuda.device(device) if device.type == "cuda" else _quiet()
 
 
@@ -60,8 +60,8 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class Sweep:
-    """What all launches over one problem share."""
+class Tiling:
+    """How a pass over a problem is tiled, and the constants and arguments that all its launches have in common."""
 
     def __init__(
         self, problem: Problem, tensors: Sequence[Tensor], arch: str, kind: str, weighted: bool = False
@@ -91,8 +91,8 @@ class Sweep:
         )
 
     @property
-    def units(self) -> int:
-        """How many units of packed distributions a batch element has."""
+    def head_groups(self) -> int:
+        """How many head groups, of ``group.pack`` packed distributions each, a batch element has."""
         return self.problem.distributions // self.group.pack
 
     def cu(self) -> tuple[Any, ...] | None:
@@ -104,7 +104,7 @@ class Sweep:
         return starts_q, starts_k, starts_q.stride(0), starts_k.stride(0), count, max(1, count.bit_length())
 
     def blocks(self, tokens: int, block: int) -> int:
-        """How many blocks an axis has: of packed sequences none is known here, so each may have a ragged one."""
+        """How many blocks an axis has: the lengths of packed sequences are unknown, so each may have a ragged block."""
         if self.support.cu_seqlens_q is None:
             return math.ceil(tokens / block)
         count = self.support.cu_seqlens_q.shape[0] - 1
@@ -119,24 +119,24 @@ class Sweep:
         return self.blocks(self.support.nk, self.config.keys)
 
     def splits(self, programs: int, tiles: int) -> int:
-        """Into how many shares the tiles of a program are dealt, so that few programs keep a device busy."""
+        """How many programs split the tiles of one, so that few blocks still keep a device busy."""
         if programs == 0 or programs >= self.processors:
             return 1
-        return max(1, min(math.ceil(2 * self.processors / programs), tiles // architecture.TILES_A_SHARE))
+        return max(1, min(math.ceil(2 * self.processors / programs), tiles // architecture.TILES_PER_SPLIT))
 
     def key_splits(self) -> int:
-        """Shares of the keys of a block of rows."""
-        return self.splits(self.row_blocks() * self.units * self.support.batch, self.key_blocks())
+        """How many programs split the keys of a block of rows."""
+        return self.splits(self.row_blocks() * self.head_groups * self.support.batch, self.key_blocks())
 
     def constants(self, **more: Any) -> dict[str, Any]:
-        """What every sweep is compiled for."""
+        """The compile-time constants of every pass."""
         return {
             "A": self.a, "B": self.b, "GROUP": self.group, "MASK": self.mask, "ROWS": self.config.rows,
             "KEYS": self.config.keys, **more,
         }  # fmt: skip
 
     def launch(self, kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> Launch:
-        """A launch with this sweep's warps and stages."""
+        """A launch with this tiling's warps and stages."""
         return Launch(kernel, programs, arguments, constants, self.config.warps, self.config.stages)
 
 

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: plain tuples that Triton takes as compile-time constants, and that people can read."""
+"""Compile-time constants of kernels, as plain tuples that Triton takes and people can read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from streamkl.problem import Problem, Side, Support
 
 
 class Config(NamedTuple):
-    """How one kernel is cut: a row of the tables in ``nvidia.py`` and ``amd.py``.
+    """The tile sizes of one kernel: a row of the tables in ``nvidia.py`` and ``amd.py``.
 
     ``rows`` and ``keys`` of a tile, warps of a program and stages of its software pipeline. Heads wider than ``hold``
-    are not held but read in chunks of ``chunk``, and of their gradients ``grad`` columns are made at a time; heads of
-    side ``a`` wider than ``hold_a``, if it is given.
+    (on side ``a`` than ``hold_a``, if it is given) are not held but read in chunks of ``chunk``, and ``grad`` columns
+    of their gradients are computed at a time.
     """
 
     rows: int
@@ -27,8 +27,8 @@ class Config(NamedTuple):
 
 
 KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
-         "mixture_index", "keys_index", "queries_index", "lse_listed", "paired_listed", "mixture_listed",
-         "gradient_listed", "attention")  # fmt: skip
+         "mixture_index", "keys_index", "queries_index", "lse_gathered", "paired_gathered", "mixture_gathered",
+         "gradient_gathered", "attention")  # fmt: skip
 """Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
 
 FLOAT32 = {
@@ -44,15 +44,15 @@ FLOAT32 = {
 class SideMeta(NamedTuple):
     """One side in a kernel: heads of ``dim`` in ``block`` columns, all of them or, where ``chunked``, piece by piece.
 
-    ``share`` query heads read one key head. ``grad`` columns of a gradient are made at a
-    time. ``upcast`` multiplies in float32, for the interpreter, which cannot multiply bfloat16.
-    Of an indexer, ``heads`` heads are summed, each times a weight of the row where they are ``weighted``.
+    ``per_kv`` query heads read one key head. ``grad`` columns of a gradient are computed at a time. ``upcast``
+    multiplies in float32, for the interpreter, which cannot multiply bfloat16. A head-summed side has ``heads`` heads,
+    each with a weight per row if they are ``weighted``.
     """
 
     dim: int
     block: int
     chunked: bool
-    share: int
+    per_kv: int
     relu: bool
     grad: int
     upcast: bool
@@ -61,14 +61,14 @@ class SideMeta(NamedTuple):
 
     @classmethod
     def of(cls, side: Side, config: Config, hold: int, upcast: bool, weighted: bool = False) -> SideMeta:
-        """Cuts a side as the config says, in chunks where it is wider than ``hold``."""
+        """The constants of a side by a config, in chunks where it is wider than ``hold``."""
         block = padded(side.dim)
         chunked = block > hold
         return cls(
             dim=side.dim,
             block=config.chunk if chunked else block,
             chunked=chunked,
-            share=side.distributions // side.kv_heads,
+            per_kv=side.distributions // side.kv_heads,
             relu=side.relu,
             grad=config.grad if chunked else block,
             upcast=upcast,
@@ -78,7 +78,7 @@ class SideMeta(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """In how many pieces a gradient's columns are made."""
+        """In how many pieces the columns of a gradient are computed."""
         return math.ceil(self.dim / self.grad)
 
 
@@ -96,7 +96,7 @@ class Mask(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The ``size`` heads of ``a`` behind one distribution: ``kv`` key heads in turn, ``each`` query heads to one.
+    """The head group of ``a`` that a distribution is compared with: ``size`` heads, ``kv`` key heads of ``each`` heads.
 
     ``pack`` distributions that read the same key heads lie interleaved in the rows of a tile: row ``m`` is query
     ``m // pack`` of distribution ``m % pack``.
@@ -110,19 +110,19 @@ class Group(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> Group:
         """Reads a problem."""
-        size, share = problem.head_group, problem.a.heads // problem.a.kv_heads
-        if share % size == 0:
-            return cls(size, 1, size, math.gcd(problem.b.heads // problem.b.kv_heads, share // size))
-        if size % share == 0:
-            return cls(size, size // share, share, 1)
+        size, per_kv = problem.head_group, problem.a.heads // problem.a.kv_heads
+        if per_kv % size == 0:
+            return cls(size, 1, size, math.gcd(problem.b.heads // problem.b.kv_heads, per_kv // size))
+        if size % per_kv == 0:
+            return cls(size, size // per_kv, per_kv, 1)
         return cls(size, size, 1, 1)
 
 
 def summed_heads(side: Side, weighted: bool) -> int:
-    """How many heads a kernel has to sum: a single one without a weight is a head like any other, and none."""
+    """How many heads a kernel has to sum: 0 for a single head without a weight, which is like any other head."""
     return side.heads if side.head_summed and (weighted or side.heads > 1) else 0
 
 
 def padded(dim: int) -> int:
-    """The power of two that a head dim is padded to; a product wants at least 16."""
+    """The power of two that a head dim is padded to; a product needs at least 16."""
     return max(16, 1 << (dim - 1).bit_length())

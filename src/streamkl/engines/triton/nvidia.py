@@ -1,4 +1,4 @@
-"""How kernels are cut for NVIDIA GPUs: for each architecture and kind of kernel, a `Config` by the widest head it fits.
+"""Kernel configs for NVIDIA GPUs: for each architecture and kind of kernel, a `Config` by the widest head it fits.
 
 ``Config(rows, keys, warps, stages)``; heads wider than ``hold`` are read in chunks. ``streamkl kernels --check`` holds
 every row but those of float32 to zero spills and the shared memory; ``docs/kernels.md`` says how to try your own.
@@ -7,12 +7,12 @@ every row but those of float32 to zero spills and the shared memory; ``docs/kern
 from streamkl.engines.triton.meta import FLOAT32, KINDS, Config
 
 PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188}
-"""Multiprocessors of the largest GPU of each."""
+"""Multiprocessors of the largest GPU of each architecture."""
 
 WARP_MISALIGNED = {
     **{f"{kind}_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=32, grad=32)} for kind in KINDS},
     "keys_both_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=16, grad=16)},
-    "mixture_listed_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=16)},
+    "mixture_gathered_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=16)},
     "attention_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=16, grad=16)},
 }
 """Where 16 bytes cannot be loaded at once, each element has a pointer of its own: small chunks."""
@@ -23,7 +23,7 @@ WARPGROUP_MISALIGNED = {
     "mixture_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=32, grad=32)},
     "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
 }
-"""The same for products of 64 rows a warp group, or 128 a program."""
+"""The same for products of 64 rows per warp group, or 128 per program."""
 
 SM_80 = {
     "lse": {
@@ -81,19 +81,19 @@ SM_80 = {
     "queries_index": {
         1024: Config(64, 32, 8, 1, hold=64),
     },
-    "lse_listed": {
+    "lse_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 32, 8, 1, hold=128),
     },
-    "paired_listed": {
+    "paired_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 64, 8, 2, hold=128),
     },
-    "mixture_listed": {
+    "mixture_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 64, 8, 2, hold=128),
     },
-    "gradient_listed": {
+    "gradient_gathered": {
         128: Config(128, 32, 8, 1),
         1024: Config(128, 32, 8, 1, hold=128),
     },
@@ -170,19 +170,19 @@ SM_90 = {
     "queries_index": {
         1024: Config(128, 32, 8, 2, hold=128),
     },
-    "lse_listed": {
+    "lse_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 64, 8, 2, hold=128),
     },
-    "paired_listed": {
+    "paired_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 64, 8, 2, hold=128),
     },
-    "mixture_listed": {
+    "mixture_gathered": {
         128: Config(128, 64, 4, 2),
         1024: Config(128, 64, 8, 2, hold=128),
     },
-    "gradient_listed": {
+    "gradient_gathered": {
         128: Config(128, 64, 8, 1),
         1024: Config(128, 32, 8, 1, hold=128),
     },
@@ -223,7 +223,7 @@ SM_100 = SM_90 | {
     "keys_index": {
         1024: Config(128, 16, 8, 1, hold=128, hold_a=64),
     },
-    "gradient_listed": {**SM_90["gradient_listed"], 128: Config(128, 32, 8, 1)},
+    "gradient_gathered": {**SM_90["gradient_gathered"], 128: Config(128, 32, 8, 1)},
     "attention": {**SM_90["attention"], 128: Config(128, 32, 8, 2)},
 }
 
@@ -242,8 +242,8 @@ SM_120 = SM_86 | {
         256: Config(64, 32, 8, 1, hold=64, chunk=32),
     },
     "lse_index_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32)},
-    "lse_listed": {**SM_86["lse_listed"], 1024: Config(128, 64, 8, 1, hold=128)},
-    "gradient_listed": {**SM_86["gradient_listed"], 1024: Config(128, 32, 8, 1, hold=128, chunk=16)},
+    "lse_gathered": {**SM_86["lse_gathered"], 1024: Config(128, 64, 8, 1, hold=128)},
+    "gradient_gathered": {**SM_86["gradient_gathered"], 1024: Config(128, 32, 8, 1, hold=128, chunk=16)},
 }
 
 TABLES = {"sm_80": SM_80, "sm_86": SM_86, "sm_89": SM_86, "sm_90": SM_90, "sm_100": SM_100, "sm_120": SM_120}

@@ -1,6 +1,6 @@
-"""What ``streamkl kernels`` needs: every launch compiled for GPUs that are not there, and what the binaries say.
+"""The inspection behind ``streamkl kernels``: launches compiled for GPUs that are not present, figures of the binaries.
 
-``table.py`` lists what is compiled, ``matrix.py`` makes its launches, ``compiler.py`` compiles them, ``binary.py``
-reads the binaries, ``kept.py`` remembers what was read, ``budget.py`` holds it to the targets' limits and derives the
-static ceilings.
+``table.py`` lists the variants to compile, ``matrix.py`` makes their launches, ``compiler.py`` compiles them,
+``binary.py`` reads the binaries, ``kept.py`` caches the figures, ``budget.py`` checks them against the targets' limits
+and derives the static ceilings.
 """

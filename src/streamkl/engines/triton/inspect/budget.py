@@ -19,7 +19,7 @@ class Target(NamedTuple):
     Attributes:
         shared: Bytes of shared memory that a program may have.
         mma: The kind of its tensor-core instructions.
-        macs: Half-precision multiply-adds a clock of one multiprocessor or compute unit, accumulating in float32.
+        macs: Half-precision multiply-adds per clock of one multiprocessor or compute unit, accumulating in float32.
         issue: Instructions of a warp (wave) that it issues a clock.
         exp: Exponentials of a warp (wave) that it computes a clock.
     """
@@ -45,7 +45,7 @@ TARGETS = {
 
 
 WARP_GROUP_ROWS = 64
-"""A tile of fewer rows is multiplied by a warp's own instruction: queries that name their keys may have few heads."""
+"""A tile of fewer rows is multiplied by a warp's own instruction: over selected keys a query may have few heads."""
 
 
 class Clocks(NamedTuple):

@@ -1,4 +1,4 @@
-"""What can be compiled: every kind of kernel for the head dims that people use, and the launches of each."""
+"""The variants that can be compiled: every kind of kernel for the usual head dims, and the launches of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton import attention, listed, plans
+from streamkl.engines.triton import attention, gathered, plans
 from streamkl.engines.triton.launch import Launch
 from streamkl.problem import Inputs, Problem, Side, Support
 from streamkl.state import RowStats
@@ -18,17 +18,18 @@ DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 128))
 
 KINDS = ("lse", "paired", "mixture", "backward", "backward_both", "backward_group", "train", "train_group", "queries",
          "queries_group")  # fmt: skip
-"""The engine's functions: ``_both`` sides' gradients, ``_group`` means, ``queries`` the deterministic pair."""
+"""The engine's functions: ``_both`` for gradients of both sides, ``_group`` for head means, ``queries`` for the
+deterministic pair."""
 
 INDEX_KINDS = ("lse_index", "mixture_index", "backward_index", "train_index", "queries_index")
 """The same for an indexer against the mean of all heads."""
 
-LISTED_KINDS = ("lse_listed", "lse_index_listed", "paired_listed", "mixture_listed", "backward_listed",
-                "backward_both_listed", "train_listed")  # fmt: skip
-"""The same over keys that queries name: against an indexer, or head by head."""
+GATHERED_KINDS = ("lse_gathered", "lse_index_gathered", "paired_gathered", "mixture_gathered", "backward_gathered",
+                "backward_both_gathered", "train_gathered")  # fmt: skip
+"""The same over selected keys: against an indexer, or head by head."""
 
 ATTENTION_KINDS = ("attention", "attention_block")
-"""Sparse attention over a list of each query's, or of a block's."""
+"""Sparse attention over a per-query top-k, or over one shared by a query block."""
 
 ATTENTION_DIMS = {(64, 64): (16, 4), (128, 128): (32, 8), (576, 512): (128, 1)}
 """Head dims of keys and values, and query and key heads."""
@@ -36,11 +37,11 @@ ATTENTION_DIMS = {(64, 64): (16, 4), (128, 128): (32, 8), (576, 512): (128, 1)}
 INDEX_DIMS = {(128, 128): (32, 8), (576, 128): (128, 1)}
 """Head dims of teacher and indexer, and the teacher's query and key heads."""
 
-TOKENS, HEADS, KV_HEADS, NAMED, BLOCK = 4096, 16, 4, 2048, 64
+TOKENS, HEADS, KV_HEADS, SELECTED, QUERY_BLOCK = 4096, 16, 4, 2048, 64
 
 
 class Indexer(NamedTuple):
-    """How many index heads are summed, and whether each has a weight."""
+    """The number of index heads, and whether each has a weight."""
 
     heads: int
     weighted: bool
@@ -70,15 +71,15 @@ class Variant(NamedTuple):
 
 
 def launches(variant: Variant) -> list[Launch]:
-    """The sweeps of a variant, on meta tensors; what prepares rows for them multiplies nothing and is left out.
+    """The passes of a variant, on meta tensors; kernels that only prepare row vectors are left out.
 
-    Causal, or, as ``worst``, packed sequences in a window on both sides, a relu, and sizes that 16 does not divide.
+    Causal, or, as ``worst``, packed sequences with a window on both sides, a relu, and sizes that 16 does not divide.
     """
     if variant.kind in ATTENTION_KINDS:
         return _attention(variant)
     arch, kind, dims, _, _, indexer, worst = variant
-    makers = listed if kind in LISTED_KINDS else plans
-    kind = kind.removesuffix("_listed")
+    makers = gathered if kind in GATHERED_KINDS else plans
+    kind = kind.removesuffix("_gathered")
     batch, tokens = (1, TOKENS + 1) if worst else (2, TOKENS)
     group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")
     heads, kv_heads = (HEADS, KV_HEADS) if indexer is None else INDEX_DIMS[dims]
@@ -99,8 +100,8 @@ def launches(variant: Variant) -> list[Launch]:
     a = Side.of(inputs.a_q, inputs.a_k)
     b = Side.of(inputs.b_q, inputs.b_k, relu=worst or indexer is not None, head_summed=indexer is not None)
     support = _support(inputs.b_q, inputs.b_k, worst)
-    if makers is listed:
-        support = replace(support, topk=torch.empty(batch, 1, tokens, NAMED, dtype=torch.int32, device="meta"))
+    if makers is gathered:
+        support = replace(support, topk=torch.empty(batch, 1, tokens, SELECTED, dtype=torch.int32, device="meta"))
     problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
     stats = RowStats(rows(heads), rows(heads), rows(distributions), rows(distributions))
     if kind == "lse":
@@ -123,14 +124,14 @@ def _attention(variant: Variant) -> list[Launch]:
     """The launch of sparse attention."""
     heads, kv_heads = ATTENTION_DIMS[variant.dims]
     batch, tokens = (1, TOKENS + 1) if variant.worst else (2, TOKENS)
-    block = BLOCK if variant.kind == "attention_block" else 1
+    query_block = QUERY_BLOCK if variant.kind == "attention_block" else 1
     q, k, v = (
         _tensor(variant, batch, count, tokens, dim)
         for count, dim in ((heads, variant.dims[0]), (kv_heads, variant.dims[0]), (kv_heads, variant.dims[1]))
     )
-    indices = torch.empty(batch, tokens // block, NAMED, dtype=torch.int32, device="meta")
+    indices = torch.empty(batch, tokens // query_block, SELECTED, dtype=torch.int32, device="meta")
     support = _support(q, k, variant.worst)
-    return attention.sparse_attention(support, Side.of(q, k), q, k, v, indices, block, variant.arch)[0]
+    return attention.sparse_attention(support, Side.of(q, k), q, k, v, indices, query_block, variant.arch)[0]
 
 
 def _tensor(variant: Variant, batch: int, heads: int, tokens: int, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""From variants to figures: what their binaries say, held to the budgets."""
+"""From variants to figures of their binaries, checked against the budgets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamkl.engines.triton.launch import Launch
 
 
 class Figures(NamedTuple):
-    """One kernel of a variant: how it was cut, and what its binary says; ``ir`` is that of all rows with its IR."""
+    """One kernel of a variant: its config and the figures of its binary; rows of equal IR have equal ``ir``."""
 
     variant: str
     arch: str
@@ -48,8 +48,8 @@ def figures(variant: Variant) -> list[Figures]:
 def all_figures(wanted: Sequence[Variant], processes: int | None = None) -> Iterator[tuple[Variant, list[Figures]]]:
     """The figures of many variants as they are ready, compiled on all cores.
 
-    What can be the same kernel differs in its head dim: these come one after the other, so that when a variant's turn
-    comes the others are done. Triton's own files, a megabyte a kernel, are not kept.
+    Variants that may be the same kernel differ in the head dim only. They are ordered so that the first of them is
+    done before the next one starts. Triton's own files, a megabyte per kernel, are not kept.
     """
     context = multiprocessing.get_context("spawn")
     order = sorted(wanted, key=lambda variant: DIMS.index(variant.dims) if variant.dims in DIMS else len(DIMS))
@@ -76,7 +76,7 @@ def _figures(variant: Variant, launch: Launch) -> Figures:
     row = (str(variant), variant.arch, variant.kind, name, config)
     try:
         ir, read = kept.binary_of(launch, variant.arch, variant.aligned)
-    except Exception as error:  # whatever the compiler says, the other kernels go on
+    except Exception as error:  # whatever the compiler says, the other kernels are still compiled
         said = [f"does not compile: {str(error).splitlines()[0] if str(error) else type(error).__name__}"]
         return Figures(*row, "", 0, 0, 0, limit, {}, 0, 0, {}, 0, 0, 0, 0, said)
     half = variant.dtype != torch.float32

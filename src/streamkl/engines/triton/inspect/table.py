@@ -12,20 +12,20 @@ from streamkl.engines.triton.inspect.matrix import (
     ATTENTION_DIMS,
     ATTENTION_KINDS,
     DIMS,
+    GATHERED_KINDS,
     INDEX_DIMS,
     INDEX_KINDS,
     INDEXERS,
     KINDS,
-    LISTED_KINDS,
     Variant,
 )
 
 
 def variants(targets: Iterable[str] = tuple(TARGETS), quick: bool = False) -> list[Variant]:
-    """What is compiled: bfloat16, aligned and not, and float16 where its kernels differ, in those of gradients.
+    """The variants to compile: bfloat16, aligned and not, and float16 in the gradients, where its kernels differ.
 
-    Quick leaves the wide heads out, of the targets all but one of each kind of tensor core, and on two of these the
-    heads of 64, but for the kinds that have no wider ones.
+    ``quick`` leaves out wide heads, all but one target of each kind of tensor core, and on two of these targets heads
+    of 64, except for kinds that have no wider ones.
     """
     found = []
     for arch in targets:
@@ -33,7 +33,7 @@ def variants(targets: Iterable[str] = tuple(TARGETS), quick: bool = False) -> li
             continue
         for kind, dims in itertools.product(KINDS, DIMS):
             if kind.endswith("_both") and max(dims) > 64:
-                continue  # both sides' gradients are made apart
+                continue  # the gradients of both sides are computed apart
             narrow = dims == (64, 64) and (arch in ("sm_90", "gfx942") or kind.endswith("_both"))
             if quick and not narrow and dims != (128, 128):
                 continue
@@ -46,16 +46,16 @@ def variants(targets: Iterable[str] = tuple(TARGETS), quick: bool = False) -> li
             found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
             if gradient and not quick:
                 found.append(Variant(arch, kind, dims, torch.float16, True))
-        found += _indexers(arch, quick) + _listed(arch, quick) + _attention(arch, quick)
+        found += _indexers(arch, quick) + _gathered(arch, quick) + _attention(arch, quick)
     return found
 
 
 def _indexers(arch: str, quick: bool) -> list[Variant]:
-    """The same for indexers; other dtypes and misaligned ones with many heads alone, whose kernels have more to do."""
+    """The same for indexers; other dtypes and misaligned tensors only with many heads, whose kernels do more."""
     found = []
     for kind, dims, indexer in itertools.product(INDEX_KINDS, INDEX_DIMS, INDEXERS):
         if kind == "lse_index" and (dims[0] != dims[1] or indexer == INDEXERS[0]):
-            continue  # of one side, and one head without a weight is a head like any other
+            continue  # it has one side, and one head without a weight is like any other head
         if quick and (kind not in ("mixture_index", "train_index") or dims != (128, 128) or indexer != INDEXERS[-1]):
             continue
         found.append(Variant(arch, kind, dims, torch.bfloat16, True, indexer))
@@ -68,24 +68,24 @@ def _indexers(arch: str, quick: bool) -> list[Variant]:
     return found
 
 
-def _listed(arch: str, quick: bool) -> list[Variant]:
-    """The same over keys that queries name: one head of an indexer, or many, and head by head."""
+def _gathered(arch: str, quick: bool) -> list[Variant]:
+    """The same over selected keys: one head of an indexer, or many, and head by head."""
     one, many = (Variant(arch, "", dims, torch.bfloat16, True) for dims in INDEX_DIMS)
     one, many = one._replace(indexer=INDEXERS[0]), many._replace(indexer=INDEXERS[-1])
     if quick:
-        found = [many._replace(kind="train_listed")]
-        return [one._replace(kind="mixture_listed"), *found] if arch in ("sm_90", "gfx942") else found
+        found = [many._replace(kind="train_gathered")]
+        return [one._replace(kind="mixture_gathered"), *found] if arch in ("sm_90", "gfx942") else found
     found = []
-    for kind in LISTED_KINDS:
+    for kind in GATHERED_KINDS:
         gradient = kind.startswith(("backward", "train"))
         per_head = [Variant(arch, kind, (dim, dim), torch.bfloat16, True) for dim in (64, 128)]
-        if kind in ("paired_listed", "backward_listed"):
+        if kind in ("paired_gathered", "backward_gathered"):
             found += per_head
-        if kind == "backward_both_listed":
+        if kind == "backward_both_gathered":
             found += per_head[:1]
-        if kind in ("paired_listed", "backward_both_listed"):
+        if kind in ("paired_gathered", "backward_both_gathered"):
             continue
-        found += [variant._replace(kind=kind) for variant in ((many,) if kind == "lse_index_listed" else (one, many))]
+        found += [variant._replace(kind=kind) for variant in ((many,) if kind == "lse_index_gathered" else (one, many))]
         other = many._replace(kind=kind, dtype=torch.float16 if gradient else torch.bfloat16)
         found += [other._replace(aligned=False), other._replace(worst=True)]
     return found

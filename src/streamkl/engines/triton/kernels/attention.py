@@ -1,11 +1,11 @@
-"""Sparse attention: a softmax over the keys of a list that a block of queries shares, and the values at them."""
+"""Sparse attention: a softmax over the selected keys of a query block, and the values at them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.listed import held, named_keys, seen_columns
+from streamkl.engines.triton.kernels.gathered import held, seen_columns, selected_keys
 from streamkl.engines.triton.kernels.primitives import (
     NONE,
     allowed_pairs,
@@ -21,10 +21,10 @@ from streamkl.engines.triton.kernels.primitives import (
 
 
 @triton.jit
-def find_list(own, batch, cu, extent, block, MASK: tl.constexpr):
-    """The sequence that a list belongs to, and the first of its queries: ``(q_start, q_len, k_start, k_len, i0)``.
+def find_query_block(own, batch, cu, extent, query_block, MASK: tl.constexpr):
+    """The sequence of a query block, and the block's first query: ``(q_start, q_len, k_start, k_len, i0)``.
 
-    ``cu[6]`` has the first list of each packed sequence; lists past the last one's begin past its queries.
+    ``cu[6]`` has the first query block of each packed sequence; blocks past the last sequence begin past its queries.
     """
     if MASK.packed:
         low = 0
@@ -38,39 +38,39 @@ def find_list(own, batch, cu, extent, block, MASK: tl.constexpr):
         q_len = tl.load(cu[0] + (low + 1) * cu[2]).to(tl.int32) - q_start
         k_start = tl.load(cu[1] + low * cu[3]).to(tl.int32)
         k_len = tl.load(cu[1] + (low + 1) * cu[3]).to(tl.int32) - k_start
-        return q_start, q_len, k_start, k_len, (own - tl.load(cu[6] + low)) * block
+        return q_start, q_len, k_start, k_len, (own - tl.load(cu[6] + low)) * query_block
     else:
-        return batch * 0, extent[0], batch * 0, extent[1], own * block
+        return batch * 0, extent[0], batch * 0, extent[1], own * query_block
 
 
 @triton.jit
 def sparse_attention_kernel(
-    q, k, v, out, strides_q, strides_k, strides_v, strides_o, topk, strides_t, columns, cu, extent, scale, block,
-    lists, units, parts, pieces,
+    q, k, v, out, strides_q, strides_k, strides_v, strides_o, topk, strides_t, columns, cu, extent, scale, query_block,
+    query_blocks, kv_heads, parts, pieces,
     SIDE: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    """``out [B, H, Nq, Dv]`` over the keys of ``topk [B, lists, columns]``; ``block`` queries share a list.
+    """``out [B, H, Nq, Dv]`` over ``topk [B, query_blocks, columns]``, shared by blocks of ``query_block`` queries.
 
-    Row ``m`` of a list and key head is query ``m // share`` of query head ``m % share``: a program has one of ``parts``
-    of them, and one of ``pieces`` of the values' columns. Keys and values are gathered once for all of its rows.
+    Row ``m`` of a query block and key head is query ``m // per_kv`` of query head ``m % per_kv``: a program has one of
+    ``parts`` of the rows, and one of ``pieces`` of the values' columns. It gathers keys and values once for its rows.
     """
-    own, unit, batch, part = my_block(lists, units, parts * pieces)
-    own = lists - 1 - own  # the queries that see most keys first
+    own, kv, batch, part = my_block(query_blocks, kv_heads, parts * pieces)
+    own = query_blocks - 1 - own  # the queries that see the most keys first
     piece = part % pieces
     part = part // pieces
-    q_start, q_len, k_start, k_len, i0 = find_list(own, batch, cu, extent, block, MASK)
+    q_start, q_len, k_start, k_len, i0 = find_query_block(own, batch, cu, extent, query_block, MASK)
     o_m = part * ROWS + tl.arange(0, ROWS)
-    o_i = i0 + o_m // SIDE.share
-    o_h = unit * SIDE.share + o_m % SIDE.share
-    m_q = (o_m < block * SIDE.share) & (o_i < q_len)
-    first = i0 + part * ROWS // SIDE.share
-    last = tl.minimum(tl.minimum(i0 + (part * ROWS + ROWS - 1) // SIDE.share + 1, i0 + block), q_len)
-    p_list = topk + batch.to(tl.int64) * strides_t[0] + own.to(tl.int64) * strides_t[1]
-    seen = seen_columns(p_list, strides_t[2], columns, first, last, q_len, k_len, extent, MASK)
+    o_i = i0 + o_m // SIDE.per_kv
+    o_h = kv * SIDE.per_kv + o_m % SIDE.per_kv
+    m_q = (o_m < query_block * SIDE.per_kv) & (o_i < q_len)
+    first = i0 + part * ROWS // SIDE.per_kv
+    last = tl.minimum(tl.minimum(i0 + (part * ROWS + ROWS - 1) // SIDE.per_kv + 1, i0 + query_block), q_len)
+    p_topk = topk + batch.to(tl.int64) * strides_t[0] + own.to(tl.int64) * strides_t[1]
+    seen = seen_columns(p_topk, strides_t[2], columns, first, last, q_len, k_len, extent, MASK)
     p_q = row_pointers(q, strides_q, batch, o_h, q_start + o_i)
-    p_k = row_pointers(k, strides_k, batch, unit, k_start)
-    p_v = row_pointers(v, strides_v, batch, unit, k_start)
+    p_k = row_pointers(k, strides_k, batch, kv, k_start)
+    p_v = row_pointers(v, strides_v, batch, kv, k_start)
     b_q = held(p_q, m_q, strides_q[3], SIDE)
     g0 = piece * VALUE.grad
     m = tl.full([ROWS], NONE, tl.float32)
@@ -78,7 +78,7 @@ def sparse_attention_kernel(
     acc = zeros(ROWS, VALUE.grad)
     for c0 in range(0, seen, KEYS):
         o_c = c0 + tl.arange(0, KEYS)
-        o_j, m_j = named_keys(p_list, strides_t[2], o_c, columns, first, last, q_len, k_len, extent, MASK)
+        o_j, m_j = selected_keys(p_topk, strides_t[2], o_c, columns, first, last, q_len, k_len, extent, MASK)
         p_j = p_k + o_j * strides_k[2]
         b_k = held(p_j, m_j, strides_k[3], SIDE)
         b_s = product(b_q, b_k, p_q, m_q, strides_q[3], p_j, m_j, strides_k[3], extent[4], ROWS, KEYS, SIDE, True)
@@ -93,7 +93,7 @@ def sparse_attention_kernel(
         b_v = load_tile(p_v + o_j * strides_v[2], m_j, strides_v[3], g0, VALUE.dim, VALUE.grad, True)
         acc = dot_add(b_x.to(v.dtype.element_ty), b_v, acc * alpha[:, None], VALUE.upcast)
         m = top
-    # A row that saw no key has counted pairs that are not allowed; one whose logits are not numbers has nan for `l`.
+    # A row that saw no key has summed pairs that are not allowed; one with a logit of nan has an `l` of nan.
     m_live = (m > NONE) | (l != l)
     acc = tl.where(m_live[:, None], tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape)), 0.0)
     o_d = g0 + tl.arange(0, VALUE.grad)

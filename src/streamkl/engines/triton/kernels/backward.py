@@ -1,8 +1,9 @@
-"""The backward sweeps.
+"""The backward passes.
 
-`keys_kernel` owns a block of keys: dK stays in registers while the rows pass by, and dQ is added to in float32, so each
-tile is computed once. Without the additions, and with `queries_kernel`, which owns a block of rows, results do not
-depend on the order of programs: that is the deterministic pair. Either also sums the rows' losses for `train`.
+`keys_kernel` owns a block of keys: dK stays in registers during the walk over the rows, and dQ is accumulated in
+float32 by atomic additions, so each tile is computed once. The deterministic pair is `keys_kernel` without these
+additions and `queries_kernel`, which owns a block of rows: results do not depend on the order of programs. Either also
+sums the rows' losses for `train`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from streamkl.engines.triton.kernels.primitives import (
     dot_add,
     find_sequence,
     finite,
+    head_summed_logits,
     head_weights,
     key_tiles,
     load_tile,
@@ -40,7 +42,6 @@ from streamkl.engines.triton.kernels.primitives import (
     product,
     row_pointers,
     row_tiles,
-    summed_logits,
     target,
     zeros,
 )
@@ -48,7 +49,7 @@ from streamkl.engines.triton.kernels.primitives import (
 
 @triton.jit
 def _held_columns(p_k, m_k, stride_d, g0, SIDE: tl.constexpr):
-    """The keys' columns that dQ is made of, in pieces ``[keys, 32]`` at most; 0 where they are not finite."""
+    """The columns of the keys that dQ needs, in pieces of at most ``[keys, 32]``; 0 where they are not finite."""
     WIDTH: tl.constexpr = min(SIDE.grad, 32)
     pieces = ()
     for n in tl.static_range(SIDE.grad // WIDTH):
@@ -58,7 +59,7 @@ def _held_columns(p_k, m_k, stride_d, g0, SIDE: tl.constexpr):
 
 @triton.jit
 def _add_rows(p_dq, m_live, b_d, b_k, factor, g0, SIDE: tl.constexpr):
-    """Adds what a tile contributes to dQ, ``[rows, grad]``, in float32, piece by piece of the columns."""
+    """Adds a tile's contribution to dQ, ``[rows, grad]``, in float32, one piece of the columns at a time."""
     WIDTH: tl.constexpr = min(SIDE.grad, 32)
     for n in tl.static_range(SIDE.grad // WIDTH):
         b_dq = dot(b_d, b_k[n], SIDE.upcast) * factor
@@ -73,9 +74,9 @@ def _add_index_heads(
     nq, dim, scale, factor, factor_w, peak, g0, first_piece,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, DQ: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dK, and with ``DQ`` to dQ and dW, what the heads of an indexer contribute; ``b_d`` is their sum's.
+    """Adds the contribution of an indexer's heads to dK, and with ``DQ`` to dQ and dW; ``b_d`` is that of their sum.
 
-    Pointers are those of the first head. The scores of a head are computed again: no tile has room for all of them.
+    Pointers are those of the first head. The scores of each head are recomputed: no tile has room for all of them.
     """
     for _ in range(SIDE.heads):
         b_q = 0
@@ -103,15 +104,16 @@ def _add_index_heads(
 
 
 @triton.jit
-def _key_sweep(
+def _key_pass(
     b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, w_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
-    strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, unit, units, batch, q_start, q_len,
-    k_len, extent, o_j, m_j, scale_a, scale_b, factor_a, factor_b, factor_w, peak_w, g0_a, g0_b, first_piece, tiles,
+    strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, head_group, head_groups, batch,
+    q_start, q_len, k_len, extent, o_j, m_j, scale_a, scale_b, factor_a, factor_b, factor_w, peak_w, g0_a, g0_b,
+    first_piece, tiles,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, DQ: tl.constexpr, LOSS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dK what the full tiles of rows contribute, or the masked ones."""
+    """Adds the contribution of the full tiles of rows, or of the masked ones, to dK."""
     count = tiles[3] - tiles[2]
     if MASKED:
         count = tiles[1] - tiles[0] - count
@@ -120,7 +122,9 @@ def _key_sweep(
             t = masked_tile(n, tiles[0], tiles[2], tiles[3])
         else:
             t = tiles[2] + n
-        o_i, o_h, m_q, o_row = packed_rows(t, unit, batch, q_start, q_len, extent[0], units, GROUP.pack, ROWS)
+        o_i, o_h, m_q, o_row = packed_rows(
+            t, head_group, batch, q_start, q_len, extent[0], head_groups, GROUP.pack, ROWS
+        )
         m_pair = m_q[:, None]
         if MASKED:
             m_pair = allowed_pairs(o_i, o_j, q_len, k_len, extent, MASK)
@@ -131,8 +135,8 @@ def _key_sweep(
             r_l = tl.load(l_b + o_row)
             r_m = tl.load(m_b + o_row)
             r_w = tl.load(weight + o_row)
-        # Rows that are ignored may hold anything. A row that is not finite has nan for a maximum, and so for its
-        # derivatives; without its query that stays with the keys that it sees.
+        # Ignored rows may hold anything. A row that is not finite has a row max of nan, and so derivatives of nan; its
+        # query is not read, so that nan reaches only the keys that it sees.
         m_live = m_q & ~(r_l >= IGNORED)
 
         if GROUP.size == 1:
@@ -152,11 +156,11 @@ def _key_sweep(
             b_za = log2_probabilities(b_a, r_la)
             b_p = tl.exp2(b_za)
         else:
-            o_row_a = (batch.to(tl.int64) * (units * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
+            o_row_a = (batch.to(tl.int64) * (head_groups * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
             p_qa = row_pointers(q_a, strides_qa, batch, o_h * GROUP.size, q_start + o_i)
             b_p = target(
                 p_qa, m_a + o_row_a, l_a + o_row_a, m_live, strides_qa[1], strides_qa[3], extent[0], extent[4],
-                p_ka, m_j, strides_ka[1], strides_ka[3], unit * GROUP.pack * GROUP.size, scale_a, m_pair,
+                p_ka, m_j, strides_ka[1], strides_ka[3], head_group * GROUP.pack * GROUP.size, scale_a, m_pair,
                 ROWS, KEYS, A, GROUP, MASKED,
             )  # fmt: skip
             b_a, b_za = b_p, b_p
@@ -171,7 +175,7 @@ def _key_sweep(
             p_w = row_pointers(w_b, strides_wb, batch, o_h, q_start + o_i)
             stride_wh = strides_wb[1]
         if B.heads > 0:
-            b_sb = summed_logits(
+            b_sb = head_summed_logits(
                 p_q, m_qb, strides_qb[1], strides_qb[3], p_w, stride_wh, b_kb, p_kb, m_j, strides_kb[3], extent[5],
                 scale_b, ROWS, KEYS, B, True,
             )  # fmt: skip
@@ -234,15 +238,15 @@ def keys_kernel(
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, DQ: tl.constexpr, LOSS: tl.constexpr,
     ATOMIC_A: tl.constexpr, ATOMIC_B: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """DK of a block of keys over the ``span`` units of packed heads that read it, and with ``DQ`` their part of dQ.
+    """DK of a block of keys over the ``span`` head groups that read it, and with ``DQ`` their part of dQ.
 
-    Of ``pieces`` pieces of a wide gradient's columns it makes one, from ``splits`` shares of the rows it takes one.
+    It computes one of ``pieces`` of a wide gradient's columns, from one of ``splits`` of the rows.
     """
-    block, owner, batch, share = my_block(blocks, owners, pieces * splits)
-    piece = share % pieces
-    split = share // pieces
+    block, owner, batch, part = my_block(blocks, owners, pieces * splits)
+    piece = part % pieces
+    split = part // pieces
     batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 1, 1, KEYS, MASK)
-    units = owners * span
+    head_groups = owners * span
     o_j = block * KEYS + tl.arange(0, KEYS)
     m_j = o_j < k_len
     g0_a = piece * A.grad
@@ -262,12 +266,12 @@ def keys_kernel(
     if WANT_B:
         b_dkb = zeros(KEYS, B.grad)
     for u in range(span):
-        unit = owner * span + u
-        kv_a = unit * GROUP.pack // A.share
+        head_group = owner * span + u
+        kv_a = head_group * GROUP.pack // A.per_kv
         if GROUP.size > 1:
-            kv_a = unit * 0  # `target` walks the key heads itself
+            kv_a = head_group * 0  # `target` walks the key heads itself
         p_ka = row_pointers(k_a, strides_ka, batch, kv_a, k_start + o_j)
-        p_kb = row_pointers(k_b, strides_kb, batch, unit * GROUP.pack // B.share, k_start + o_j)
+        p_kb = row_pointers(k_b, strides_kb, batch, head_group * GROUP.pack // B.per_kv, k_start + o_j)
         b_ka, b_kb, b_kag, b_kbg = 0, 0, 0, 0
         if GROUP.size == 1 and not A.chunked:
             b_ka = load_tile(p_ka, m_j, strides_ka[3], 0, A.dim, A.block, True)
@@ -277,39 +281,39 @@ def keys_kernel(
             b_kag = _held_columns(p_ka, m_j, strides_ka[3], g0_a, A)
         if WANT_B and DQ:
             b_kbg = _held_columns(p_kb, m_j, strides_kb[3], g0_b, B)
-        b_dka, b_dkb = _key_sweep(
+        b_dka, b_dkb = _key_pass(
             b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, w_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
-            strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, unit, units,
-            batch, q_start, q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, fw, index, g0_a, g0_b,
-            piece == 0, tiles,
+            strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, head_group,
+            head_groups, batch, q_start, q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, fw, index, g0_a,
+            g0_b, piece == 0, tiles,
             A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, DQ, LOSS, False,
         )  # fmt: skip
-        b_dka, b_dkb = _key_sweep(
+        b_dka, b_dkb = _key_pass(
             b_dka, b_dkb, b_ka, b_kb, b_kag, b_kbg, q_a, q_b, w_b, p_ka, p_kb, strides_qa, strides_ka, strides_qb,
-            strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, unit, units,
-            batch, q_start, q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, fw, index, g0_a, g0_b,
-            piece == 0, tiles,
+            strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight, mean, dq_a, dq_b, dw_b, sum_p, sum_acc, head_group,
+            head_groups, batch, q_start, q_len, k_len, extent, o_j, m_j, scale_a, scale_b, fa, fb, fw, index, g0_a,
+            g0_b, piece == 0, tiles,
             A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, DQ, LOSS, True,
         )  # fmt: skip
     o_n = (k_start + o_j).to(tl.int64)
     first = owner * span * GROUP.pack
     if WANT_A:
-        kv = (batch.to(tl.int64) * (units * GROUP.pack // A.share) + first // A.share) * extent[1]
+        kv = (batch.to(tl.int64) * (head_groups * GROUP.pack // A.per_kv) + first // A.per_kv) * extent[1]
         store_rows(dk_a + (kv + o_n) * A.dim, m_j, b_dka * fa, g0_a, A.dim, A.grad, ATOMIC_A)
     if WANT_B:
-        kv = (batch.to(tl.int64) * (units * GROUP.pack // B.share) + first // B.share) * extent[1]
+        kv = (batch.to(tl.int64) * (head_groups * GROUP.pack // B.per_kv) + first // B.per_kv) * extent[1]
         store_rows(dk_b + (kv + o_n) * B.dim, m_j, b_dkb * fb, g0_b, B.dim, B.grad, ATOMIC_B)
 
 
 @triton.jit
-def _query_sweep(
+def _query_pass(
     b_dqa, b_dqb, r_dw, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, p_wb, p_ma, p_la, p_ka, p_kb, strides_qa, strides_ka,
     strides_qb, strides_kb, stride_wh, r_ma, r_la, r_m, r_l, r_w, r_wh, r_mean, o_i, m_live, first_head, head, q_len,
     k_len, extent, scale_a, scale_b, peak_w, g0_a, g0_b, tiles,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dQ what the full tiles of keys contribute, or the masked ones; of an indexer's heads to that of one."""
+    """Adds the contribution of the full tiles of keys, or of the masked ones, to dQ; for an indexer, of one head."""
     count = tiles[3] - tiles[2]
     if MASKED:
         count = tiles[1] - tiles[0] - count
@@ -350,7 +354,7 @@ def _query_sweep(
             if MASKED and WANT_B:
                 b_kb = finite(b_kb)
         if B.heads > 0:
-            b_sb = summed_logits(
+            b_sb = head_summed_logits(
                 p_qb, m_live, strides_qb[1], strides_qb[3], p_wb, stride_wh, b_kb, p_j, m_j, strides_kb[3], extent[5],
                 scale_b, ROWS, KEYS, B, MASKED,
             )  # fmt: skip
@@ -405,24 +409,26 @@ def _query_sweep(
 def queries_kernel(
     q_a, k_a, q_b, k_b, w_b, strides_qa, strides_ka, strides_qb, strides_kb, strides_wb, m_a, l_a, m_b, l_b, weight,
     mean, peak, peak_w, dq_a, dq_b, dw_b, out_p, out_acc, cu, extent, scale_a, scale_b,
-    blocks, units, pieces, splits, rows,
+    blocks, head_groups, pieces, splits, rows,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WANT_A: tl.constexpr, WANT_B: tl.constexpr, LOSS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """DQ of a block of packed rows: one of ``pieces`` of its columns, from one of ``splits`` shares of the keys.
+    """DQ of a block of packed rows: one of ``pieces`` of its columns, from one of ``splits`` of the keys.
 
-    ``dq`` is ``[splits, B, heads, Nq, D]``, the sums of a loss are ``[splits, B, R, Nq]``. The heads of an indexer
-    have a program each, which makes dW of its head as well.
+    ``dq`` is ``[splits, B, heads, Nq, D]``, the sums of a loss are ``[splits, B, R, Nq]``. Each head of an indexer has
+    a program of its own, which computes dW of its head as well.
     """
     HEADS: tl.constexpr = max(B.heads, 1)
-    block, unit, batch, share = my_block(blocks, units, pieces * HEADS * splits)
-    piece = share % pieces
-    head = share // pieces % HEADS
-    split = share // pieces // HEADS
+    block, head_group, batch, part = my_block(blocks, head_groups, pieces * HEADS * splits)
+    piece = part % pieces
+    head = part // pieces % HEADS
+    split = part // pieces // HEADS
     block = blocks - 1 - block
     batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 0, GROUP.pack, ROWS, MASK)
-    o_i, o_h, m_q, o_row = packed_rows(block, unit, batch, q_start, q_len, extent[0], units, GROUP.pack, ROWS)
-    o_row_a = (batch.to(tl.int64) * (units * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
+    o_i, o_h, m_q, o_row = packed_rows(
+        block, head_group, batch, q_start, q_len, extent[0], head_groups, GROUP.pack, ROWS
+    )
+    o_row_a = (batch.to(tl.int64) * (head_groups * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
     r_l = tl.load(l_b + o_row, mask=m_q, other=IGNORED)
     r_m = tl.load(m_b + o_row, mask=m_q, other=0.0)
     r_w = tl.load(weight + o_row, mask=m_q, other=0.0)
@@ -435,11 +441,11 @@ def queries_kernel(
         r_mean = tl.load(mean + o_row, mask=m_live, other=0.0)
     p_qa = row_pointers(q_a, strides_qa, batch, o_h * GROUP.size, q_start + o_i)
     p_qb = row_pointers(q_b, strides_qb, batch, o_h, q_start + o_i)
-    kv_a = unit * GROUP.pack // A.share
+    kv_a = head_group * GROUP.pack // A.per_kv
     if GROUP.size > 1:
-        kv_a = unit * 0  # `target` walks the key heads itself
+        kv_a = head_group * 0  # `target` walks the key heads itself
     p_ka = row_pointers(k_a, strides_ka, batch, kv_a, k_start)
-    p_kb = row_pointers(k_b, strides_kb, batch, unit * GROUP.pack // B.share, k_start)
+    p_kb = row_pointers(k_b, strides_kb, batch, head_group * GROUP.pack // B.per_kv, k_start)
     b_qa, b_qb = 0, 0
     if GROUP.size == 1 and not A.chunked:
         b_qa = load_tile(p_qa, m_live, strides_qa[3], 0, A.dim, A.block, True)
@@ -465,17 +471,17 @@ def queries_kernel(
     i0 = block * ROWS // GROUP.pack
     i1 = tl.minimum((block * ROWS + ROWS - 1) // GROUP.pack + 1, q_len)
     tiles = key_tiles(i0, i1, q_len, k_len, extent, split, splits, KEYS, MASK)
-    b_dqa, b_dqb, r_dw, sum_p, sum_acc = _query_sweep(
+    b_dqa, b_dqb, r_dw, sum_p, sum_acc = _query_pass(
         b_dqa, b_dqb, r_dw, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, p_wb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb,
         strides_qa, strides_ka, strides_qb, strides_kb, stride_wh, r_ma, r_la, r_m, r_l, r_w, r_wh, r_mean, o_i,
-        m_live, unit * GROUP.pack * GROUP.size, head, q_len, k_len, extent, scale_a, scale_b, index, g0_a, g0_b, tiles,
-        A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, LOSS, False,
+        m_live, head_group * GROUP.pack * GROUP.size, head, q_len, k_len, extent, scale_a, scale_b, index, g0_a, g0_b,
+        tiles, A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, LOSS, False,
     )  # fmt: skip
-    b_dqa, b_dqb, r_dw, sum_p, sum_acc = _query_sweep(
+    b_dqa, b_dqb, r_dw, sum_p, sum_acc = _query_pass(
         b_dqa, b_dqb, r_dw, sum_p, sum_acc, b_qa, b_qb, p_qa, p_qb, p_wb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb,
         strides_qa, strides_ka, strides_qb, strides_kb, stride_wh, r_ma, r_la, r_m, r_l, r_w, r_wh, r_mean, o_i,
-        m_live, unit * GROUP.pack * GROUP.size, head, q_len, k_len, extent, scale_a, scale_b, index, g0_a, g0_b, tiles,
-        A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, LOSS, True,
+        m_live, head_group * GROUP.pack * GROUP.size, head, q_len, k_len, extent, scale_a, scale_b, index, g0_a, g0_b,
+        tiles, A, B, GROUP, MASK, ROWS, KEYS, WANT_A, WANT_B, LOSS, True,
     )  # fmt: skip
     o_part = split.to(tl.int64) * rows + o_row
     if LOSS:

@@ -1,4 +1,4 @@
-"""The forward sweeps: a program owns a block of packed rows and carries their state over the tiles of keys."""
+"""The forward passes: a program owns a block of packed rows and carries their state over the tiles of keys."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from streamkl.engines.triton.kernels.primitives import (
     chunked_product,
     dot,
     find_sequence,
+    head_summed_logits,
     key_tiles,
     load_tile,
     log_of_ratio,
@@ -22,7 +23,6 @@ from streamkl.engines.triton.kernels.primitives import (
     packed_rows,
     row_pointers,
     sees_a_key,
-    summed_logits,
     target,
     update_mixture,
     update_paired,
@@ -43,7 +43,7 @@ def _product(
 
 
 @triton.jit
-def _paired_sweep(
+def _paired_pass(
     m_a, l_a, m_b, l_b, acc, b_qa, b_qb, p_qa, p_qb, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
     o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
     ROWS: tl.constexpr, KEYS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, MASK: tl.constexpr,
@@ -78,7 +78,7 @@ def _paired_sweep(
 def store_paired(
     out_kl, out_mean, out_ma, out_la, out_mb, out_lb, o_row, m_q, m_live, m_a, l_a, m_b, l_b, acc
 ):  # fmt: skip
-    """Finishes a state: divergence, mean and normalisers of each row; 0 and ``-inf`` where none was seen."""
+    """Finishes a state: divergence, mean and row stats of each row; 0 and ``-inf`` for a dead row."""
     mean = tl.div_rn(acc, l_a)
     kl = mean + log_of_ratio(l_b, l_a)
     kl = tl.where((m_a + m_b) == (m_a + m_b), kl, float("nan"))
@@ -93,19 +93,21 @@ def store_paired(
 @triton.jit
 def paired_kernel(
     q_a, k_a, q_b, k_b, strides_qa, strides_ka, strides_qb, strides_kb, cu, extent, scale_a, scale_b,
-    out_kl, out_mean, out_ma, out_la, out_mb, out_lb, parts, blocks, units, splits, rows,
+    out_kl, out_mean, out_ma, out_la, out_mb, out_lb, parts, blocks, head_groups, splits, rows,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The divergence head by head, ``[B, R, Nq]``, its mean and its normalisers: `PairedState` in registers."""
-    block, unit, batch, split = my_block(blocks, units, splits)
-    block = blocks - 1 - block  # the rows that see most keys first
+    """The divergence head by head, ``[B, R, Nq]``, its mean and its row stats: `PairedState` in registers."""
+    block, head_group, batch, split = my_block(blocks, head_groups, splits)
+    block = blocks - 1 - block  # the rows that see the most keys first
     batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 0, GROUP.pack, ROWS, MASK)
-    o_i, o_h, m_q, o_row = packed_rows(block, unit, batch, q_start, q_len, extent[0], units, GROUP.pack, ROWS)
+    o_i, o_h, m_q, o_row = packed_rows(
+        block, head_group, batch, q_start, q_len, extent[0], head_groups, GROUP.pack, ROWS
+    )
     p_qa = row_pointers(q_a, strides_qa, batch, o_h, q_start + o_i)
     p_qb = row_pointers(q_b, strides_qb, batch, o_h, q_start + o_i)
-    p_ka = row_pointers(k_a, strides_ka, batch, unit * GROUP.pack // A.share, k_start)
-    p_kb = row_pointers(k_b, strides_kb, batch, unit * GROUP.pack // B.share, k_start)
+    p_ka = row_pointers(k_a, strides_ka, batch, head_group * GROUP.pack // A.per_kv, k_start)
+    p_kb = row_pointers(k_b, strides_kb, batch, head_group * GROUP.pack // B.per_kv, k_start)
     b_qa, b_qb = 0, 0
     if not A.chunked:
         b_qa = load_tile(p_qa, m_q, strides_qa[3], 0, A.dim, A.block, True)
@@ -120,11 +122,11 @@ def paired_kernel(
     l_a = tl.zeros([ROWS], tl.float32)
     l_b = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS], tl.float32)
-    m_a, l_a, m_b, l_b, acc = _paired_sweep(
+    m_a, l_a, m_b, l_b, acc = _paired_pass(
         m_a, l_a, m_b, l_b, acc, b_qa, b_qb, p_qa, p_qb, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
         o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles, ROWS, KEYS, A, B, MASK, False,
     )  # fmt: skip
-    m_a, l_a, m_b, l_b, acc = _paired_sweep(
+    m_a, l_a, m_b, l_b, acc = _paired_pass(
         m_a, l_a, m_b, l_b, acc, b_qa, b_qb, p_qa, p_qb, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
         o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles, ROWS, KEYS, A, B, MASK, True,
     )  # fmt: skip
@@ -146,7 +148,7 @@ def paired_kernel(
 
 
 @triton.jit
-def _mixture_sweep(
+def _mixture_pass(
     m_b, l_b, s, acc, b_qb, p_qa, p_qb, p_wb, p_ma, p_la, p_ka, p_kb, strides_qa, strides_ka, strides_qb, strides_kb,
     stride_wh, first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
     ROWS: tl.constexpr, KEYS: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr,
@@ -176,7 +178,7 @@ def _mixture_sweep(
             b_kb = 0
             if not B.chunked:
                 b_kb = load_tile(p_j, m_j, strides_kb[3], 0, B.dim, B.block, MASKED)
-            b_b = summed_logits(
+            b_b = head_summed_logits(
                 p_qb, m_q, strides_qb[1], strides_qb[3], p_wb, stride_wh, b_kb, p_j, m_j, strides_kb[3], extent[5],
                 scale_b, ROWS, KEYS, B, MASKED,
             )  # fmt: skip
@@ -191,7 +193,7 @@ def _mixture_sweep(
 
 @triton.jit
 def store_mixture(out_kl, out_mb, out_lb, out_s, o_row, m_q, m_live, m_b, l_b, s, acc):
-    """Finishes a state: divergence, normalisers and mass of each row; 0 and ``-inf`` where none was seen."""
+    """Finishes a state: divergence, row stats and mass of each row; 0 and ``-inf`` for a dead row."""
     kl = tl.where(s != 0, tl.div_rn(acc, s) + log_of_ratio(l_b, s), acc)
     kl = tl.where(m_b == m_b, kl, float("nan"))
     tl.store(out_kl + o_row, tl.where(m_live, kl, 0.0), mask=m_q)
@@ -203,21 +205,23 @@ def store_mixture(out_kl, out_mb, out_lb, out_s, o_row, m_q, m_live, m_b, l_b, s
 @triton.jit
 def mixture_kernel(
     q_a, k_a, q_b, k_b, w_b, strides_qa, strides_ka, strides_qb, strides_kb, strides_wb, m_a, l_a, cu, extent,
-    scale_a, scale_b, out_kl, out_mb, out_lb, out_s, parts, blocks, units, splits, rows,
+    scale_a, scale_b, out_kl, out_mb, out_lb, out_s, parts, blocks, head_groups, splits, rows,
     A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The divergence from a group's mean, with ``m_a, log2 l_a [B, H, Nq]`` known: `MixtureState` in registers."""
-    block, unit, batch, split = my_block(blocks, units, splits)
-    block = blocks - 1 - block  # the rows that see most keys first
+    """The divergence from a head mean, with ``m_a, log2 l_a [B, H, Nq]`` known: `MixtureState` in registers."""
+    block, head_group, batch, split = my_block(blocks, head_groups, splits)
+    block = blocks - 1 - block  # the rows that see the most keys first
     batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 0, GROUP.pack, ROWS, MASK)
-    o_i, o_h, m_q, o_row = packed_rows(block, unit, batch, q_start, q_len, extent[0], units, GROUP.pack, ROWS)
-    o_row_a = (batch.to(tl.int64) * (units * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
+    o_i, o_h, m_q, o_row = packed_rows(
+        block, head_group, batch, q_start, q_len, extent[0], head_groups, GROUP.pack, ROWS
+    )
+    o_row_a = (batch.to(tl.int64) * (head_groups * GROUP.pack) + o_h) * GROUP.size * extent[0] + q_start + o_i
     p_qa = row_pointers(q_a, strides_qa, batch, o_h * GROUP.size, q_start + o_i)
     p_qb = row_pointers(q_b, strides_qb, batch, o_h, q_start + o_i)
-    p_ka = row_pointers(k_a, strides_ka, batch, unit * 0, k_start)
-    p_kb = row_pointers(k_b, strides_kb, batch, unit * GROUP.pack // B.share, k_start)
-    first_head = unit * GROUP.pack * GROUP.size
+    p_ka = row_pointers(k_a, strides_ka, batch, head_group * 0, k_start)
+    p_kb = row_pointers(k_b, strides_kb, batch, head_group * GROUP.pack // B.per_kv, k_start)
+    first_head = head_group * GROUP.pack * GROUP.size
     b_qb, p_wb, stride_wh = 0, 0, 0
     if B.weighted:
         p_wb = row_pointers(w_b, strides_wb, batch, o_h, q_start + o_i)
@@ -232,12 +236,12 @@ def mixture_kernel(
     l_b = tl.zeros([ROWS], tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS], tl.float32)
-    m_b, l_b, s, acc = _mixture_sweep(
+    m_b, l_b, s, acc = _mixture_pass(
         m_b, l_b, s, acc, b_qb, p_qa, p_qb, p_wb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa, strides_ka,
         strides_qb, strides_kb, stride_wh, first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
         ROWS, KEYS, A, B, GROUP, MASK, False,
     )  # fmt: skip
-    m_b, l_b, s, acc = _mixture_sweep(
+    m_b, l_b, s, acc = _mixture_pass(
         m_b, l_b, s, acc, b_qb, p_qa, p_qb, p_wb, m_a + o_row_a, l_a + o_row_a, p_ka, p_kb, strides_qa, strides_ka,
         strides_qb, strides_kb, stride_wh, first_head, o_i, m_q, q_len, k_len, extent, scale_a, scale_b, tiles,
         ROWS, KEYS, A, B, GROUP, MASK, True,

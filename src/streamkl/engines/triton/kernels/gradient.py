@@ -1,4 +1,4 @@
-"""A tile of derivatives: what both backward kernels, and the training path, compute from a tile of products."""
+"""A tile of derivatives, from a tile of products: for both backward kernels and the training path."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from streamkl.engines.triton.kernels.primitives import NONE, SMALLEST, logits, m
 
 BOOST_A = tl.constexpr(64.0)
 BOOST_B = tl.constexpr(32768.0)
-"""float16 derivatives are multiplied so before they are rounded: weights are at most 1, ``|Q - p|`` is at most 1."""
+"""Factors of float16 derivatives before they are rounded: weights are at most 1, ``|Q - p|`` is at most 1."""
 
 
 @triton.jit
 def shifted(b_s, scale, m, m_pair, SIDE: tl.constexpr, MASKED: tl.constexpr):
-    """A tile's logits less the maximum ``m`` of their rows, ``NONE`` at pairs that are not allowed.
+    """A tile's logits less the row max ``m``, ``NONE`` at pairs that are not allowed.
 
-    They come from its products, or, of an indexer, are summed already.
+    ``b_s`` holds products, or, for an indexer, head-summed logits.
     """
     if SIDE.heads == 0:
         b_s = logits(b_s, scale, SIDE)
@@ -31,7 +31,7 @@ def derivative(
     b_d, b_s, scale, w, m_pair, m_live, dtype: tl.constexpr, boost: tl.constexpr, SIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The weighted derivative of a side's logits as its products want it, from the unweighted one and the products."""
+    """The weighted derivative of a side's logits in the dtype of its products, from the unweighted derivative."""
     b_d = b_d * w[:, None]
     m_pair = m_pair & m_live[:, None]
     if SIDE.relu and SIDE.heads == 0:
@@ -46,7 +46,7 @@ def derivative(
 def head_derivative(b_d, b_y, w, above, peak, dtype: tl.constexpr, SIDE: tl.constexpr):
     """The derivative of an index head's products, from that of the sum ``b_d`` and the head's logits ``b_y``.
 
-    A relu lets it pass where they are greater than ``above``: 0, or less in a row that is not finite, which is nan.
+    A relu passes it where ``b_y`` is greater than ``above``: 0, or less in a row that is not finite, to keep its nan.
     """
     if SIDE.weighted:
         if dtype == tl.float16:
@@ -61,16 +61,16 @@ def head_derivative(b_d, b_y, w, above, peak, dtype: tl.constexpr, SIDE: tl.cons
 
 @triton.jit
 def weight_terms(b_d, b_y, m_pair, MASKED: tl.constexpr):
-    """What a tile adds to the derivative of an index head's weights, ``[rows]``."""
+    """The contribution of a tile to the derivative of an index head's weights, ``[rows]``."""
     b_x = b_d * b_y
     if MASKED:
-        b_x = tl.where(m_pair, b_x, 0.0)  # 0 times a key that nobody may see
+        b_x = tl.where(m_pair, b_x, 0.0)  # 0 times a masked key may be nan
     return tl.sum(b_x, 1)
 
 
 @triton.jit
 def index_peak(peak_w, dtype: tl.constexpr, SIDE: tl.constexpr):
-    """What index heads' weights are divided by in float16 derivatives, so that they are at most 1."""
+    """The divisor of index weights in float16 derivatives, so that they are at most 1."""
     if SIDE.weighted and dtype == tl.float16:
         return tl.load(peak_w)
     else:
@@ -79,10 +79,10 @@ def index_peak(peak_w, dtype: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def loss_terms(b_p, b_log2_p, b_log2_q, GROUP: tl.constexpr):
-    """``(sum p, sum p [log2 p - log2 q])`` of a tile's rows, where ``p`` is a group's sum.
+    """``(sum p, sum p [log2 p - log2 q])`` of a tile's rows, where ``p`` is the sum of a head group.
 
-    Each tile's sum is that of a part of a divergence, and small: many tiles add up without losing digits. A ``p`` of 0
-    adds 0, unless the logit of ``q`` is not finite.
+    The sum of a tile is part of a divergence, and small: many tiles add up without losing digits. A ``p`` of 0 adds 0,
+    unless the logit of ``q`` is not finite.
     """
     if GROUP.size == 1:
         b_log2_p = tl.maximum(b_log2_p, NONE)
@@ -94,7 +94,7 @@ def loss_terms(b_p, b_log2_p, b_log2_q, GROUP: tl.constexpr):
 
 @triton.jit
 def unboosted(factor, peak, dtype: tl.constexpr, boost: tl.constexpr, HALF: tl.constexpr):
-    """What a gradient is multiplied by at the end; if a side is float16, weights were divided by ``peak``."""
+    """The final factor of a gradient; if a side is float16, weights were divided by ``peak``."""
     if HALF:
         factor = factor * tl.load(peak)
     if dtype == tl.float16:
@@ -104,7 +104,7 @@ def unboosted(factor, peak, dtype: tl.constexpr, boost: tl.constexpr, HALF: tl.c
 
 @triton.jit
 def store_rows(p_out, m_n, b_x, g0, DIM: tl.constexpr, GRAD: tl.constexpr, ATOMIC: tl.constexpr):
-    """Stores a finished tile of a gradient, or adds it where several programs share it."""
+    """Stores a finished tile of a gradient, or adds it where several programs contribute."""
     o_d = g0 + tl.arange(0, GRAD)
     p = p_out[:, None] + o_d[None, :]
     mask = m_n[:, None] & (o_d < DIM)[None, :]

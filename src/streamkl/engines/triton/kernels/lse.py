@@ -1,4 +1,4 @@
-"""The log-sum-exp of one side, and the row vectors that later sweeps read."""
+"""The log-sum-exp of one side."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from streamkl.engines.triton.kernels.primitives import (
     chunked_product,
     dot,
     find_sequence,
+    head_summed_logits,
     key_tiles,
     load_tile,
     logits,
@@ -20,13 +21,12 @@ from streamkl.engines.triton.kernels.primitives import (
     packed_rows,
     row_pointers,
     sees_a_key,
-    summed_logits,
     update_lse,
 )
 
 
 @triton.jit
-def _sweep(
+def _lse_pass(
     m, l, b_q, p_q, m_q, stride_qh, stride_qd, p_w, stride_wh, p_k, stride_kn, stride_kd, o_i, q_len, k_len, extent,
     scale, start, end, full_start, full_end,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASK: tl.constexpr, MASKED: tl.constexpr,
@@ -47,7 +47,7 @@ def _sweep(
         if not SIDE.chunked:
             b_k = load_tile(p_j, m_j, stride_kd, 0, SIDE.dim, SIDE.block, MASKED)
         if SIDE.heads > 0:
-            b_x = summed_logits(
+            b_x = head_summed_logits(
                 p_q, m_q, stride_qh, stride_qd, p_w, stride_wh, b_k, p_j, m_j, stride_kd, extent[4], scale,
                 ROWS, KEYS, SIDE, MASKED,
             )  # fmt: skip
@@ -66,18 +66,20 @@ def _sweep(
 
 @triton.jit
 def lse_kernel(
-    q, k, w, strides_q, strides_k, strides_w, cu, extent, scale, out_m, out_ln_l, parts, blocks, units,
+    q, k, w, strides_q, strides_k, strides_w, cu, extent, scale, out_m, out_ln_l, parts, blocks, head_groups,
     splits, rows,
     SIDE: tl.constexpr, GROUP: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """``(m, ln l) [B, H, Nq]`` of one side; a program owns a block of packed rows, if split a share of their keys."""
-    block, unit, batch, split = my_block(blocks, units, splits)
-    block = blocks - 1 - block  # the rows that see most keys first
+    """``(m, ln l) [B, H, Nq]`` of one side; a program owns a block of packed rows and one of ``splits`` of the keys."""
+    block, head_group, batch, split = my_block(blocks, head_groups, splits)
+    block = blocks - 1 - block  # the rows that see the most keys first
     batch, q_start, q_len, k_start, k_len, block = find_sequence(block, batch, cu, extent, 0, GROUP.pack, ROWS, MASK)
-    o_i, o_h, m_q, o_row = packed_rows(block, unit, batch, q_start, q_len, extent[0], units, GROUP.pack, ROWS)
+    o_i, o_h, m_q, o_row = packed_rows(
+        block, head_group, batch, q_start, q_len, extent[0], head_groups, GROUP.pack, ROWS
+    )
     p_q = row_pointers(q, strides_q, batch, o_h, q_start + o_i)
-    p_k = row_pointers(k, strides_k, batch, unit * GROUP.pack // SIDE.share, k_start)
+    p_k = row_pointers(k, strides_k, batch, head_group * GROUP.pack // SIDE.per_kv, k_start)
 
     i0 = block * ROWS // GROUP.pack
     i1 = tl.minimum((block * ROWS + ROWS - 1) // GROUP.pack + 1, q_len)
@@ -90,11 +92,11 @@ def lse_kernel(
         stride_wh = strides_w[1]
     if SIDE.heads == 0 and not SIDE.chunked:
         b_q = load_tile(p_q, m_q, strides_q[3], 0, SIDE.dim, SIDE.block, True)
-    m, l = _sweep(
+    m, l = _lse_pass(
         m, l, b_q, p_q, m_q, strides_q[1], strides_q[3], p_w, stride_wh, p_k, strides_k[2], strides_k[3], o_i, q_len,
         k_len, extent, scale, start, end, full_start, full_end, ROWS, KEYS, SIDE, MASK, False,
     )  # fmt: skip
-    m, l = _sweep(
+    m, l = _lse_pass(
         m, l, b_q, p_q, m_q, strides_q[1], strides_q[3], p_w, stride_wh, p_k, strides_k[2], strides_k[3], o_i, q_len,
         k_len, extent, scale, start, end, full_start, full_end, ROWS, KEYS, SIDE, MASK, True,
     )  # fmt: skip

@@ -1,12 +1,12 @@
-"""The tile code that all kernels share: where a tile is, its logits, and the row states of ``state.py``.
+"""The tile code of all kernels: where a tile is, its logits, and the row states of ``state.py``.
 
-Names: ``b_*`` values of a tile, ``p_*`` pointers, ``o_*`` offsets, ``m_*`` masks, except the states' own ``m_a`` and
-``m_b``. A row that has seen no key has a maximum of ``NONE``, a finite number: what such a row adds up is multiplied by
-``exp(NONE - m) = 0`` once it sees one, and selected away if it never does. ``NONE`` lies below every logit that the
-contract promises anything of (1e30), and so far from the end of float32 that a thousand times it is finite.
+Names: ``b_*`` values of a tile, ``p_*`` pointers, ``o_*`` offsets, ``m_*`` masks, except the row max ``m_a`` and
+``m_b``. A row that has seen no key has a row max of ``NONE``, a finite number: its sums are multiplied by
+``exp(NONE - m) = 0`` once it sees a key, and discarded if it never does. ``NONE`` lies below every logit that the
+contract covers (1e30), and far enough from the end of float32 that a thousand times it is finite.
 
 Kernels are compiled without contraction (``enable_fp_fusion=False``): ``x * scale - m`` must be 0 where ``m`` is
-``x * scale``, or a row with one key would have a divergence. Where a fused multiply-add is wanted it is written.
+``x * scale``, or a row with one key would have a divergence. A fused multiply-add is written where it is wanted.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(-1.0e34)
 SMALLEST = tl.constexpr(1.0e-37)
-"""Below it a logarithm may be that of 0; what such a probability adds to a divergence is far below a rounding."""
+"""Below it a logarithm may be that of 0; such a probability adds far less than a rounding to a divergence."""
 IGNORED = tl.constexpr(1.0e30)
-"""The ``log2 l`` of rows that must not matter: whatever they hold, their probabilities are 0."""
+"""The ``log2 l`` of ignored rows: whatever they hold, their probabilities are 0."""
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def find_sequence(
 def cut(first, last, full_first, full_last, split, splits, BLOCK: tl.constexpr):
     """The tiles that ``[first, last)`` touches, and those among them that lie in ``[full_first, full_last)``.
 
-    Of ``splits`` equal shares of them, share ``split``. Returns ``(start, end, full_start, full_end)`` in tiles.
+    Of ``splits`` equal parts of them, part ``split``. Returns ``(start, end, full_start, full_end)`` in tiles.
     """
     start = first // BLOCK
     end = tl.where(last > first, (last + BLOCK - 1) // BLOCK, start)
@@ -138,15 +138,15 @@ def sees_a_key(o_i, q_len, k_len, extent, first, last, MASK: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    p_n, m_n, stride_d, d0, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr = 0
+    p_n, m_n, stride_d, d0, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, TOTAL: tl.constexpr = 0
 ):  # fmt: skip
     """Columns ``d0 .. d0 + BLOCK`` of the tokens at ``p_n``, ``[tokens, BLOCK]``; 0 past dim and, if masked, ``m_n``.
 
-    Columns need no mask where ``BLOCK`` (or ``UNIT``, if several blocks make one) divides the head dim.
+    Columns need no mask where ``BLOCK`` (or ``TOTAL``, the width of several such blocks) divides the head dim.
     """
     o_d = d0 + tl.arange(0, BLOCK)
     p = p_n[:, None] + (o_d.to(tl.int64) * stride_d)[None, :]
-    if DIM % (UNIT if UNIT > 0 else BLOCK) == 0:
+    if DIM % (TOTAL if TOTAL > 0 else BLOCK) == 0:
         if MASKED:
             return tl.load(p, mask=m_n[:, None], other=0.0)
         else:
@@ -196,7 +196,7 @@ def chunked_product(
 ):  # fmt: skip
     """``q @ k^T`` of heads too wide to hold, ``[rows, keys]``: both are read again, chunk by chunk.
 
-    ``dim`` is that of the side, yet no constant: the loop would be unrolled, and its registers spilled.
+    ``dim`` is that of the side, but not a constant: else the loop would be unrolled, and its registers spilled.
     """
     b_s = tl.zeros([ROWS, KEYS], tl.float32)
     for d0 in range(0, dim, SIDE.block):
@@ -211,7 +211,7 @@ def product(
     b_q, b_k, p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """``q @ k^T`` of a tile, from what is held or, where heads are too wide for that, chunk by chunk."""
+    """``q @ k^T`` of a tile, from the tiles held or, where heads are too wide to hold, chunk by chunk."""
     if SIDE.chunked:
         return chunked_product(p_q, m_q, stride_qd, p_k, m_k, stride_kd, dim, ROWS, KEYS, SIDE, MASKED)
     else:
@@ -234,13 +234,13 @@ def logits(b_s, scale, SIDE: tl.constexpr):
 
 
 @triton.jit
-def summed_logits(
+def head_summed_logits(
     p_q, m_q, stride_qh, stride_qd, p_w, stride_wh, b_k, p_k, m_k, stride_kd, dim, scale,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The logits of an indexer, ``[rows, keys]``: the sum of its heads', each times its weight of the row.
+    """The logits of a head-summed side, ``[rows, keys]``: the sum over heads, each times its weight in the row.
 
-    Pointers are those of the first head; the keys that all heads share are held in ``b_k`` unless they are too wide.
+    Pointers are those of the first head; the keys of all heads are held in ``b_k`` unless they are too wide.
     """
     b_x = tl.zeros([ROWS, KEYS], tl.float32)
     for _ in range(SIDE.heads):
@@ -261,7 +261,7 @@ def summed_logits(
 
 @triton.jit
 def head_weights(p_w, m_q):
-    """The weights of an index head, ``[rows]``, in float32 whatever they are kept in."""
+    """The weights of an index head, ``[rows]``, in float32."""
     return tl.load(p_w, mask=m_q, other=0.0).to(tl.float32)
 
 
@@ -277,7 +277,7 @@ def update_lse(m, l, b_x):
 def update_paired(m_a, l_a, m_b, l_b, acc, b_a, b_b):
     """The state of `PairedState` after another tile of both sides' logits.
 
-    Where ``a`` is -inf its weight is 0, and so is what it adds, unless ``b`` is not finite either.
+    Where ``a`` is -inf, its weight is 0 and it adds 0, unless ``b`` is not finite either.
     """
     top_a = tl.maximum(m_a, tl.max(b_a, 1))
     top_b = tl.maximum(m_b, tl.max(b_b, 1))
@@ -294,7 +294,7 @@ def update_paired(m_a, l_a, m_b, l_b, acc, b_a, b_b):
 
 @triton.jit
 def mean_of(b_p, GROUP: tl.constexpr):
-    """A group's sum of probabilities as their mean: exact, so that the mean of ones is 1."""
+    """The mean of a head group's probabilities from their sum: exact, so that the mean of ones is 1."""
     if GROUP.size & (GROUP.size - 1) == 0:
         return b_p * (1.0 / GROUP.size)
     else:
@@ -320,13 +320,13 @@ def update_mixture(m_b, l_b, s, acc, b_p, b_b):
 
 @triton.jit
 def log_of_ratio(x, y):
-    """``ln(x / y)`` of row vectors, to the last digit: the divergence of like distributions is little else."""
+    """``ln(x / y)`` of row vectors, to the last digit: it dominates the divergence of similar distributions."""
     return tl.log(x.to(tl.float64) / y.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def checked_maximum(m, m_live):
-    """``m``, nan where a row saw a key and yet has no maximum, because its logits are not numbers."""
+    """``m``, nan where a row saw a key and yet has no row max, because its logits are nan or -inf."""
     return tl.where(m_live & (m <= NONE), float("nan"), m)
 
 
@@ -341,13 +341,13 @@ def target(
     p_q, p_m, p_l, m_q, stride_qh, stride_qd, nq, dim, p_k, m_k, stride_kh, stride_kd, first_head, scale, m_pair,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the probabilities of a group's heads, ``[rows, keys]``.
+    """The sum of the probabilities of a head group, ``[rows, keys]``.
 
-    Pointers are those of the group's first head; each of its key heads is loaded once for all heads that read it.
+    Pointers are those of the first head of the group; each key head is loaded once for all heads that read it.
     """
     b_p = tl.zeros([ROWS, KEYS], tl.float32)
     for n in range(GROUP.kv):
-        kv = (first_head + n * GROUP.each) // SIDE.share
+        kv = (first_head + n * GROUP.each) // SIDE.per_kv
         p_kv = p_k + kv.to(tl.int64) * stride_kh
         if not SIDE.chunked:
             b_k = load_tile(p_kv, m_k, stride_kd, 0, SIDE.dim, SIDE.block, MASKED)
@@ -369,21 +369,21 @@ def target(
 
 
 @triton.jit
-def my_block(blocks, units, splits):
-    """The work of this program: ``(block, unit, batch, split)``; all axes lie on grid x, which alone is long enough."""
+def my_block(blocks, head_groups, splits):
+    """The work of this program: ``(block, head_group, batch, split)``; only grid x is long enough for all axes."""
     pid = tl.program_id(0)
     split = pid % splits
     pid = pid // splits
-    return pid % blocks, pid // blocks % units, pid // blocks // units, split
+    return pid % blocks, pid // blocks % head_groups, pid // blocks // head_groups, split
 
 
 @triton.jit
-def packed_rows(block, unit, batch, q_start, q_len, nq, units, PACK: tl.constexpr, ROWS: tl.constexpr):
+def packed_rows(block, head_group, batch, q_start, q_len, nq, head_groups, PACK: tl.constexpr, ROWS: tl.constexpr):
     """A block of packed rows: ``(o_i, o_h, m_q, o_row)``, queries, heads, which exist, places in row vectors."""
     o_m = block * ROWS + tl.arange(0, ROWS)
     o_i = o_m // PACK
-    o_h = unit * PACK + o_m % PACK
-    o_row = (batch.to(tl.int64) * (units * PACK) + o_h) * nq + q_start + o_i
+    o_h = head_group * PACK + o_m % PACK
+    o_row = (batch.to(tl.int64) * (head_groups * PACK) + o_h) * nq + q_start + o_i
     return o_i, o_h, o_i < q_len, o_row
 
 

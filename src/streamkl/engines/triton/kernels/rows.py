@@ -1,4 +1,4 @@
-"""Row vectors for the sweeps that know their normalisers."""
+"""Row vectors for the passes whose row stats are known."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from streamkl.engines.triton.kernels.primitives import IGNORED, LOG2E
 
 @triton.jit
 def rows_kernel(
-    m, ln_l, weight, out_m, out_l, rows, nq, share, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    m, ln_l, weight, out_m, out_l, rows, nq, per_weight, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """``(m, log2 l)`` from ``(m, ln l)``; rows that see no key or have no weight get 0 and ``IGNORED``.
+    """``(m, log2 l)`` from ``(m, ln l)``; rows that see no key or have weight 0 get 0 and ``IGNORED``.
 
-    ``share`` heads read one row of ``weight``.
+    ``per_weight`` heads read one row of ``weight``.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = o < rows
@@ -22,6 +22,6 @@ def rows_kernel(
     b_l = tl.load(ln_l + o, mask=mask, other=0.0)
     live = b_m != -float("inf")
     if WEIGHTED:
-        live &= tl.load(weight + (o // nq // share) * nq + o % nq, mask=mask, other=0.0) != 0
+        live &= tl.load(weight + (o // nq // per_weight) * nq + o % nq, mask=mask, other=0.0) != 0
     tl.store(out_m + o, tl.where(live, b_m, 0.0), mask=mask)
     tl.store(out_l + o, tl.where(live, b_l * LOG2E, IGNORED), mask=mask)

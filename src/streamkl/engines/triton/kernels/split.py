@@ -1,6 +1,6 @@
-"""Split keys: where there are few queries, several programs share a row, and their states are merged here.
+"""Split keys: where there are few queries, several programs split the keys of a row, and their states are merged here.
 
-``parts`` is ``[fields, splits, rows]``; a share in which a row saw no key has a maximum of ``NONE`` and weighs 0.
+``parts`` is ``[fields, splits, rows]``; a split in which a row saw no key has a row max of ``NONE`` and weight 0.
 """
 
 from __future__ import annotations

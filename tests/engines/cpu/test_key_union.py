@@ -8,15 +8,15 @@ from streamkl.sparse import sparse_attention
 from streamkl.testing import check_sparse_attention
 from streamkl.testing.sparse_cases import MASK, SparseCase
 
-TOKENS, NAMED, HEADS = 150, 24, (6, 2)
+TOKENS, SELECTED, HEADS = 150, 24, (6, 2)
 
 
-def drifting_lists(query_block: int = 1, apart: int = 3) -> Tensor:
-    """``[1, lists, K]``: the list of a query block has ``apart`` keys of its own, and shares the others with all."""
+def drifting_indices(query_block: int = 1, apart: int = 3) -> Tensor:
+    """``[1, query_blocks, K]``: a query block selects ``apart`` keys of its own, and all select the others."""
     rng = torch.Generator().manual_seed(0)
-    lists = -(-TOKENS // query_block)
-    common = torch.randperm(TOKENS // 2, generator=rng)[: NAMED - apart].expand(lists, -1)
-    own = TOKENS // 2 + torch.rand(lists, TOKENS // 2, generator=rng).argsort(-1)[:, :apart]
+    query_blocks = -(-TOKENS // query_block)
+    common = torch.randperm(TOKENS // 2, generator=rng)[: SELECTED - apart].expand(query_blocks, -1)
+    own = TOKENS // 2 + torch.rand(query_blocks, TOKENS // 2, generator=rng).argsort(-1)[:, :apart]
     return torch.cat([common, own], -1)[None].int()
 
 
@@ -25,21 +25,21 @@ def case_of(dtype: torch.dtype, indices: Tensor, query_block: int = 1, **mask) -
     heads, kv_heads = HEADS
     q, k, v = (torch.randn(1, n, TOKENS, 40, generator=rng).to(dtype) for n in (heads, kv_heads, kv_heads))
     masks = {**dict.fromkeys(MASK), "causal": True, **mask}
-    return SparseCase(0, q, k, v, (q, k[:, 0], None), indices, query_block, NAMED, None, masks, None)
+    return SparseCase(0, q, k, v, (q, k[:, 0], None), indices, query_block, SELECTED, None, masks, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("query_block", [1, 3, 16])
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": (20, -1)}], ids=["causal", "full", "window"])
-@pytest.mark.parametrize("apart", [0, 3, NAMED])
+@pytest.mark.parametrize("apart", [0, 3, SELECTED])
 def test_neighbours_with_and_without_keys_in_common(dtype, query_block, mask, apart) -> None:
-    case = case_of(dtype, drifting_lists(query_block, apart), query_block, **mask)
+    case = case_of(dtype, drifting_indices(query_block, apart), query_block, **mask)
     assert check_sparse_attention(case, backend="cpu").worst <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group", [1, 3])
-def test_lists_that_are_united_to_more_than_a_tile(dtype, group) -> None:
+def test_unions_of_more_than_a_tile(dtype, group) -> None:
     """Of 256 keys. Some queries have none of their keys in the first tiles, and logits rise far along the keys."""
     rng, tokens = torch.Generator().manual_seed(2), 700
     k, v = (torch.randn(1, 2, tokens, 64, generator=rng) for _ in range(2))
@@ -57,10 +57,10 @@ def test_lists_that_are_united_to_more_than_a_tile(dtype, group) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_a_value_that_is_not_finite_reaches_the_query_that_names_it_alone(dtype, number, packed) -> None:
+def test_a_value_that_is_not_finite_reaches_only_the_query_that_selected_it(dtype, number, packed) -> None:
     """In the second of a batch, or of packed sequences whose keys do not start where their queries do."""
     key, query = 149, 149
-    one = case_of(dtype, drifting_lists())
+    one = case_of(dtype, drifting_indices())
     indices = torch.where(one.indices == key, -1, one.indices).repeat(2, 1, 1)
     q, k, v = (x.repeat(2, 1, 1, 1) for x in (one.q, one.k, one.v))
 
@@ -85,7 +85,7 @@ def test_a_value_that_is_not_finite_reaches_the_query_that_names_it_alone(dtype,
 
 
 def test_a_query_without_keys_among_others_that_have_them_gives_zero() -> None:
-    indices = drifting_lists()
+    indices = drifting_indices()
     indices[0, [3, 70]] = -1
     case = case_of(torch.bfloat16, indices)
     out = sparse_attention(case.q, case.k, case.v, indices, backend="cpu")
@@ -94,7 +94,7 @@ def test_a_query_without_keys_among_others_that_have_them_gives_zero() -> None:
 
 
 def test_keys_that_are_hidden_from_a_query_may_hold_anything() -> None:
-    indices = drifting_lists()
+    indices = drifting_indices()
     key = 149  # which only the last query may see
     indices[0, :, -1] = torch.where((indices[0] == key).any(-1), indices[0, :, -1], key)
     case = case_of(torch.bfloat16, indices)
@@ -109,8 +109,8 @@ def test_keys_that_are_hidden_from_a_query_may_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"), [(TOKENS, "keys from 0 to 149, or -1"), (-2, "keys from 0 to 149, or -1"), (None, "twice")]
 )
-def test_wrong_lists_are_refused(dtype, query_block, wrong, message) -> None:
-    indices = drifting_lists(query_block).to(dtype)
+def test_wrong_indices_are_refused(dtype, query_block, wrong, message) -> None:
+    indices = drifting_indices(query_block).to(dtype)
     indices[0, 1, 5] = indices[0, 1, 0] if wrong is None else wrong
     case = case_of(torch.bfloat16, indices, query_block)
     with pytest.raises(ValueError, match=message):
@@ -118,7 +118,7 @@ def test_wrong_lists_are_refused(dtype, query_block, wrong, message) -> None:
 
 
 def test_a_key_beyond_32_bits_is_refused() -> None:
-    indices = drifting_lists().long()
+    indices = drifting_indices().long()
     indices[0, 1, 5] = 1 << 32
     case = case_of(torch.bfloat16, indices)
     with pytest.raises(ValueError, match="keys from 0 to 149"):

@@ -1,7 +1,7 @@
-"""The launches of each function of the engine where queries name their keys: what ``plans.py`` has for the others.
+"""The launches of each function of the engine over selected keys; ``plans.py`` has those over all keys.
 
-A program owns one query and, head by head, a unit of its heads that share a list and key heads; against a mean, one
-distribution. Nothing is split or merged: queries are many where there are lists.
+A program owns one query and a head group of it: heads that share a top-k head and key heads, or, against a head mean,
+one distribution. Nothing is split or merged: where keys are selected, there are many queries.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import torch
 from torch import Tensor
 
 from streamkl.engines.triton.arguments import GradientRows, Trained, given, index_weights, known_rows, tensors
-from streamkl.engines.triton.kernels.listed import listed_lse_kernel, listed_mixture_kernel, listed_paired_kernel
-from streamkl.engines.triton.kernels.listed_backward import listed_gradient_kernel
-from streamkl.engines.triton.launch import Launch, Sweep, new_rows
+from streamkl.engines.triton.kernels.gathered import (
+    gathered_lse_kernel,
+    gathered_mixture_kernel,
+    gathered_paired_kernel,
+)
+from streamkl.engines.triton.kernels.gathered_backward import gathered_gradient_kernel
+from streamkl.engines.triton.launch import Launch, Tiling, new_rows
 from streamkl.engines.triton.meta import padded
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 
 TOGETHER = 64
-"""Head dims up to which the gradients of both sides fit the registers of one sweep."""
+"""Head dims up to which the gradients of both sides fit the registers of one pass."""
 
 
-class ListedSweep(Sweep):
-    """What all launches over the lists of one problem share.
+class GatheredTiling(Tiling):
+    """How a pass over selected keys is tiled.
 
     If ``head_summed``, the heads of ``b`` in the rows of a tile make one distribution: one head, or an indexer.
     """
@@ -37,28 +41,30 @@ class ListedSweep(Sweep):
         super().__init__(problem, given, arch, kind, weighted)
         assert problem.support.topk is not None
         self.topk = problem.support.topk
-        self.heads_a_list = problem.distributions // self.topk.shape[1]
+        self.heads_per_topk_head = problem.distributions // self.topk.shape[1]
         if head_summed:
             self.b = self.b._replace(heads=max(1, self.b.heads))
-        self.group = self.group._replace(pack=1 if head_summed else math.gcd(self.group.pack, self.heads_a_list))
+        self.group = self.group._replace(pack=1 if head_summed else math.gcd(self.group.pack, self.heads_per_topk_head))
         heads = self.b.heads if head_summed else self.group.pack
         self.rows, self.target_rows = (min(self.config.rows, padded(n)) for n in (heads, self.group.each))
         self.head_summed, self.parts = head_summed, math.ceil(heads / self.rows)
 
-    def listed(self, kernel: Any, arguments: dict[str, Any], pieces: int | None = None, **constants: Any) -> Launch:
-        """A launch with a program for each query, unit and part of its heads; of a gradient, for each piece of it.
+    def gathered_launch(
+        self, kernel: Any, arguments: dict[str, Any], pieces: int | None = None, **constants: Any
+    ) -> Launch:
+        """A launch with a program per query, head group and part of its heads, for a gradient per piece of it, too.
 
-        Where heads are summed, a forward goes through all of them.
+        In the forward of a head-summed side a program goes through all heads.
         """
         parts = 1 if self.head_summed and pieces is None else self.parts
         blocks = self.blocks(self.support.nq, 1)
         arguments = arguments | {
             "topk": self.topk, "strides_t": self.topk.stride(), "columns": self.topk.shape[3],
-            "per": self.heads_a_list, "cu": self.cu(), "extent": self.extent, "blocks": blocks, "units": self.units,
-            "parts": parts,
+            "per_topk_head": self.heads_per_topk_head, "cu": self.cu(), "extent": self.extent, "blocks": blocks,
+            "head_groups": self.head_groups, "parts": parts,
         }  # fmt: skip
         constants = {"GROUP": self.group, "MASK": self.mask, "ROWS": self.rows, "KEYS": self.config.keys, **constants}
-        programs = blocks * self.units * self.support.batch * parts * (pieces or 1)
+        programs = blocks * self.head_groups * self.support.batch * parts * (pieces or 1)
         return self.launch(kernel, programs, arguments, constants)
 
 
@@ -66,25 +72,25 @@ def logsumexp(
     support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, arch: str
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """``(m, ln l)`` of one side, each ``[B, distributions, Nq]``."""
-    sweep = ListedSweep(Problem(side, side, support), (q, k), arch, "lse_listed", w is not None, side.head_summed)
-    m, ln_l = (new_rows(q, side.distributions, sweep.mask.packed, value) for value in (-torch.inf, 0.0))
+    tiling = GatheredTiling(Problem(side, side, support), (q, k), arch, "lse_gathered", w is not None, side.head_summed)
+    m, ln_l = (new_rows(q, side.distributions, tiling.mask.packed, value) for value in (-torch.inf, 0.0))
     arguments = {
         "q": q, "k": k, "w": w, "strides_q": q.stride(), "strides_k": k.stride(),
         "strides_w": None if w is None else w.stride(), "scale": side.scale, "out_m": m, "out_ln_l": ln_l,
     }  # fmt: skip
-    return [sweep.listed(listed_lse_kernel, arguments, SIDE=sweep.b)], (m, ln_l)
+    return [tiling.gathered_launch(gathered_lse_kernel, arguments, SIDE=tiling.b)], (m, ln_l)
 
 
 def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, RowStats]]:
-    """Divergence, mean and normalisers of each row, head by head."""
-    sweep = ListedSweep(problem, inputs[:4], arch, "paired_listed", False, False)
+    """Divergence, mean and row stats of each row, head by head."""
+    tiling = GatheredTiling(problem, inputs[:4], arch, "paired_gathered", False, False)
     out = {
-        f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
+        f"out_{name}": new_rows(inputs.b_q, problem.distributions, tiling.mask.packed, value)
         for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
     }
     arguments = tensors(inputs) | out | _scales(problem)
     kl, mean, *stats = out.values()
-    launch = sweep.listed(listed_paired_kernel, arguments, A=sweep.a, B=sweep.b)
+    launch = tiling.gathered_launch(gathered_paired_kernel, arguments, A=tiling.a, B=tiling.b)
     return [launch], (kl, mean, RowStats(*stats))
 
 
@@ -92,14 +98,16 @@ def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor, arch: str
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``."""
-    sweep = ListedSweep(problem, inputs[:4], arch, "mixture_listed", inputs.b_w is not None, True)
+    tiling = GatheredTiling(problem, inputs[:4], arch, "mixture_gathered", inputs.b_w is not None, True)
     prepare, a = known_rows(m_a, ln_l_a, None, problem.head_group)
     out = {
-        f"out_{name}": new_rows(inputs.b_q, problem.distributions, sweep.mask.packed, value)
+        f"out_{name}": new_rows(inputs.b_q, problem.distributions, tiling.mask.packed, value)
         for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0, "s": 0.0}.items()
     }
     arguments = tensors(inputs) | index_weights(inputs) | {"m_a": a.m, "l_a": a.l} | out | _scales(problem)
-    launch = sweep.listed(listed_mixture_kernel, arguments, A=sweep.a, B=sweep.b, TARGET_ROWS=sweep.target_rows)
+    launch = tiling.gathered_launch(
+        gathered_mixture_kernel, arguments, A=tiling.a, B=tiling.b, TARGET_ROWS=tiling.target_rows
+    )
     kl, m_b, ln_l_b, s = out.values()
     return [prepare, launch], (kl, m_b, ln_l_b, s)
 
@@ -125,7 +133,7 @@ def backward(
 
 
 def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arch: str) -> tuple[list[Launch], Trained]:
-    """Loss sums and gradients to ``b``, unrounded, in one sweep over ``a``."""
+    """Loss sums and gradients to ``b``, unrounded, in one pass over ``a``."""
     gradient = _Gradient(problem, inputs, stats, None, weight, arch, True)
     gradient.add(False, True)
     _, _, dq, dk, dw = gradient.made
@@ -135,7 +143,7 @@ def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arc
 
 
 class _Gradient:
-    """Collects the launches of a backward sweep, for one side or for both."""
+    """Collects the launches of a backward pass, for one side or for both."""
 
     def __init__(
         self,
@@ -149,39 +157,41 @@ class _Gradient:
     ) -> None:
         head_summed = problem.b.head_summed or problem.head_group > 1
         self.problem, self.inputs, self.loss = problem, inputs, loss
-        self.sweep = ListedSweep(problem, inputs[:4], arch, "gradient_listed", inputs.b_w is not None, head_summed)
+        self.tiling = GatheredTiling(
+            problem, inputs[:4], arch, "gradient_gathered", inputs.b_w is not None, head_summed
+        )
         self.rows = GradientRows.of(problem, inputs, stats, weight)
         self.launches = list(self.rows.launches)
         self.mean = None if mean is None else mean.contiguous()
-        self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or self.sweep.a.chunked or self.sweep.b.chunked
+        self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or self.tiling.a.chunked or self.tiling.b.chunked
         self.made = Gradients(None, None, None, None)
         self.sum_p = self.sum_acc = self.rows.b.m  # not read
         if loss:
             self.sum_p, self.sum_acc = (torch.zeros_like(self.rows.b.m) for _ in range(2))
 
     def add(self, want_a: bool, want_b: bool) -> None:
-        """One sweep for the gradients of the sides that want them."""
-        sweep, inputs, none = self.sweep, self.inputs, self.rows.b.m
+        """One pass for the gradients of the sides that want them."""
+        tiling, inputs, none = self.tiling, self.inputs, self.rows.b.m
         if want_a:
             self.made = self.made._replace(a_q=self._own(inputs.a_q), a_k=_added(inputs.a_k))
         if want_b:
             dw = None if inputs.b_w is None else self._own(inputs.b_w)
             self.made = self.made._replace(b_q=self._own(inputs.b_q), b_k=_added(inputs.b_k), b_w=dw)
-        pieces = max(sweep.a.pieces if want_a else 1, sweep.b.pieces if want_b else 1)
+        pieces = max(tiling.a.pieces if want_a else 1, tiling.b.pieces if want_b else 1)
         arguments = self.rows.arguments(self.problem, inputs, self.mean) | {
             "dq_a": given(self.made.a_q, none), "dk_a": given(self.made.a_k, none), "dq_b": given(self.made.b_q, none),
             "dk_b": given(self.made.b_k, none), "dw_b": self.made.b_w, "sum_p": self.sum_p, "sum_acc": self.sum_acc,
             "pieces": pieces,
         }  # fmt: skip
-        launch = sweep.listed(
-            listed_gradient_kernel, arguments, pieces, A=sweep.a, B=sweep.b, TARGET_ROWS=sweep.target_rows,
+        launch = tiling.gathered_launch(
+            gathered_gradient_kernel, arguments, pieces, A=tiling.a, B=tiling.b, TARGET_ROWS=tiling.target_rows,
             WANT_A=want_a, WANT_B=want_b, LOSS=self.loss, HALF=self.rows.half,
         )  # fmt: skip
         self.launches.append(launch)
 
     def _own(self, x: Tensor) -> Tensor:
-        """A gradient that each program writes its part of; zero where a query may belong to no sequence."""
-        make = torch.zeros if self.sweep.mask.packed else torch.empty
+        """A gradient of which each program writes a part; zero where a query may belong to no sequence."""
+        make = torch.zeros if self.tiling.mask.packed else torch.empty
         return make(x.shape, dtype=torch.float32 if self.loss else x.dtype, device=x.device)
 
 

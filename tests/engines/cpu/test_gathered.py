@@ -1,4 +1,4 @@
-"""Lists of keys on the CPU engine: longer than what is worked on at once, on several threads, in flat scratch."""
+"""Selected keys on the CPU engine: more than are processed at once, on several threads, in flat scratch."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +10,7 @@ from streamkl.engines import cpu
 from streamkl.testing import STUDENT, TEACHER, Case, Heads, check_accuracy, evaluate, make_case, make_indexer_case
 from streamkl.testing.indexer_cases import IndexerHeads
 
-QUERIES, KEYS, NAMED = 130, 900, 700
+QUERIES, KEYS, SELECTED = 130, 900, 700
 REPEATS = 20
 
 
@@ -21,23 +21,23 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def long_lists(lists: int | None = None, keys: int = KEYS, seed: int = 0) -> torch.Tensor:
-    """``[1, Nq, K]`` or ``[1, lists, Nq, K]``, of different lengths, ragged against every power of two."""
-    shape = (1, QUERIES) if lists is None else (1, lists, QUERIES)
+def large_topk(topk_heads: int | None = None, keys: int = KEYS, seed: int = 0) -> torch.Tensor:
+    """``[1, Nq, K]`` or ``[1, topk_heads, Nq, K]``, of different lengths, ragged against every power of two."""
+    shape = (1, QUERIES) if topk_heads is None else (1, topk_heads, QUERIES)
     rng = torch.Generator().manual_seed(seed)
-    named = torch.rand(*shape, keys, generator=rng).argsort(-1)[..., :NAMED]
-    lengths = torch.randint(1, NAMED + 1, (*shape, 1), generator=rng)
-    return torch.where(torch.arange(NAMED) < lengths, named, -1)
+    selected = torch.rand(*shape, keys, generator=rng).argsort(-1)[..., :SELECTED]
+    lengths = torch.randint(1, SELECTED + 1, (*shape, 1), generator=rng)
+    return torch.where(torch.arange(SELECTED) < lengths, selected, -1)
 
 
 def long_case(kind: str, dtype: torch.dtype, **options) -> Case:
     options = {"tokens": (QUERIES, KEYS), "batch": 1, "dtypes": (dtype, dtype), "causal": True, **options}
     if kind == "indexer":
-        return make_indexer_case(1, heads=IndexerHeads(6, 2, 20), topk_indices=long_lists(), **options)
+        return make_indexer_case(1, heads=IndexerHeads(6, 2, 20), topk_indices=large_topk(), **options)
     if kind == "heads":
-        lists = long_lists(4)
-        return make_case(2, heads=Heads(4, 2, 4, 1), topk_indices=lists, wanted=STUDENT + TEACHER, **options)
-    return make_case(3, heads=Heads(12, 1, 2, 1), topk_indices=long_lists(), **options)
+        topk = large_topk(4)
+        return make_case(2, heads=Heads(4, 2, 4, 1), topk_indices=topk, wanted=STUDENT + TEACHER, **options)
+    return make_case(3, heads=Heads(12, 1, 2, 1), topk_indices=large_topk(), **options)
 
 
 def run(case: Case, **options) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ def run(case: Case, **options) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["heads", "groups", "indexer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
-def test_long_lists_are_accurate_on_several_threads(teacher_lse: bool, dtype: torch.dtype, kind: str, threads) -> None:
+def test_a_large_topk_is_accurate_on_several_threads(teacher_lse: bool, dtype: torch.dtype, kind: str, threads) -> None:
     threads(3)
     case = long_case(kind, dtype, teacher_lse=teacher_lse)
     errors = check_accuracy(case, "cpu")
@@ -58,8 +58,8 @@ def test_long_lists_are_accurate_on_several_threads(teacher_lse: bool, dtype: to
 
 @pytest.mark.parametrize("large", [30.0, 3000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_that_rise_along_the_list(dtype: torch.dtype, large: float) -> None:
-    """A list's first keys set the reference of each lane; far larger logits in later ones must move it."""
+def test_logits_that_rise_along_the_selected_keys(dtype: torch.dtype, large: float) -> None:
+    """The first keys set the row max of each lane; far larger logits in later ones must move it."""
     rising = torch.arange(KEYS).expand(1, 40, KEYS)
     case = make_case(
         2, tokens=(40, KEYS), batch=1, dtypes=(dtype, dtype), wanted=STUDENT + TEACHER, topk_indices=rising
@@ -81,7 +81,7 @@ def test_keys_whose_logits_are_minus_infinity_are_passed_over() -> None:
 @pytest.mark.parametrize("kind", ["heads", "groups", "indexer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_repeated_calls_are_bit_equal(dtype: torch.dtype, kind: str, threads) -> None:
-    """With more threads than units, so that each unit's rows are shared out."""
+    """With more threads than head groups, so that the rows of each are partitioned."""
     threads(3)
     case = long_case(kind, dtype)
     first = run(case)
@@ -90,25 +90,25 @@ def test_repeated_calls_are_bit_equal(dtype: torch.dtype, kind: str, threads) ->
             assert torch.equal(value, first[name]), name
 
 
-def broken_lists(seed: int, nk: int) -> torch.Tensor:
+def broken_topk(seed: int, nk: int) -> torch.Tensor:
     """Lists without fault, but for some entries: keys twice, beyond the last one, or below -1."""
     rng = torch.Generator().manual_seed(seed)
     shape, columns = (1 + seed % 2, 1 + seed % 3, 70), 1 + seed * 7 % nk
     topk = torch.rand(*shape, nk, generator=rng).argsort(-1)[..., :columns]
     topk[torch.rand(topk.shape, generator=rng) < 0.3] = -1
     for wrong in (nk, -2, topk[0, 0, 0, 0], 2**31 - 1)[: seed % 5]:
-        batch, a_list, row, column = (int(torch.randint(n, (), generator=rng)) for n in topk.shape)
-        topk[batch, a_list, row, column] = wrong
+        batch, head, row, column = (int(torch.randint(n, (), generator=rng)) for n in topk.shape)
+        topk[batch, head, row, column] = wrong
     topk = topk.int() if seed % 2 else topk
     return topk.repeat_interleave(2, -1)[..., ::2] if seed % 3 == 1 else topk
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_wrong_lists_are_those_of_the_check_in_pytorch(seed: int, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_indices_are_those_of_the_check_in_pytorch(seed: int, threads, monkeypatch: pytest.MonkeyPatch) -> None:
     threads(3)
     monkeypatch.setattr(validation, "TOPK_CHUNK", 64)
     nk = 1 + seed * 13 % 200
-    topk = broken_lists(seed, nk)
+    topk = broken_topk(seed, nk)
     messages = []
     for first_wrong_row in (None, cpu.first_wrong_row):
         try:
@@ -120,7 +120,7 @@ def test_wrong_lists_are_those_of_the_check_in_pytorch(seed: int, threads, monke
     assert len(set(messages)) <= 1
 
 
-def test_this_engine_checks_its_lists_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_engine_checks_topk_indices_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "_first_wrong_row", None)
     case = long_case("indexer", torch.float32)
     run(case)
