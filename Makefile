@@ -52,7 +52,7 @@ memory:  ## measures, and draws docs/images/memory.png
 
 long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
 	streamkl bench run --shape 1x1x131072x64 --dtype float32 --direction training --backend tiled \
-		--contestants streamkl --isolated --limit-mb 1500
+		--baselines none --isolated --limit-mb 1500
 
 quickstart:  ## from a checkpoint to trained indexers and a report (docs/quickstart-sparse.md); STEPS=100 and others change it
 	bash examples/quickstart.sh

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from streamkl import reference
 from streamkl.bench import baselines
-from streamkl.bench.contestants import BASELINES
+from streamkl.bench.implementations import LOSS_BASELINES
 from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, check_accuracy, make_case, make_indexer_case
 
 PAIRED, GROUPED, MEAN = Heads(4, 4, 4, 4), Heads(6, 2, 6, 3), Heads(6, 2, 1, 1)
@@ -23,7 +23,7 @@ def as_attention_kl(name: str) -> Any:
     def function(
         teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, *, causal: bool, **_: Any
     ) -> Tensor:
-        rows = BASELINES[name](teacher_q, teacher_k, student_q, student_k, causal)
+        rows = LOSS_BASELINES[name](teacher_q, teacher_k, student_q, student_k, causal)
         return torch.cat(list(rows), dim=2).mean()
 
     return function

@@ -1,4 +1,4 @@
-"""Who runs when, how often, and how an error is judged."""
+"""Which implementation runs when, how often, and how an error is judged."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pictures are written for what there is, and only for it."""
+"""Plots are written for the suites that there are records of, and for no other."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Records survive the file, and the last of a kind holds."""
+"""Records survive the file, and the last one of a key counts."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ RECORD = Record(
 
 def test_a_record_survives_the_file(tmp_path: Path) -> None:
     path = tmp_path / "results" / "bench.jsonl"
-    skipped = replace(RECORD, contestant="eager", seconds=[], skipped="too large")
+    skipped = replace(RECORD, implementation="eager", seconds=[], skipped="too large")
     append(path, RECORD)
     append(path, skipped)
     assert read(path) == [RECORD, skipped]

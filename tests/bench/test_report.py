@@ -5,8 +5,8 @@ from streamkl.bench.records import Record
 from streamkl.bench.report import by_cell, compact, detailed, skipped, speedups, summary
 
 
-def record(cell: Cell, contestant: str, seconds: float, threads: int = 2, **rest: object) -> Record:
-    return Record("a suite", cell, contestant, threads, seconds=[seconds] * 3, **rest)  # type: ignore[arg-type]
+def record(cell: Cell, implementation: str, seconds: float, threads: int = 2, **rest: object) -> Record:
+    return Record("a suite", cell, implementation, threads, seconds=[seconds] * 3, **rest)  # type: ignore[arg-type]
 
 
 def grid() -> list[Record]:

@@ -1,6 +1,6 @@
 """The suites have the cells that they claim, and those of real models are what their configurations say."""
 
-from streamkl.bench.contestants import SUMMARIES
+from streamkl.bench.implementations import BASELINES
 from streamkl.bench.models import MODELS
 from streamkl.bench.suites import QUICK_CELLS, QUICK_TOKENS, SUITES
 
@@ -14,10 +14,10 @@ def test_forward_and_training_cover_the_same_grid() -> None:
         assert {(c.tokens, c.heads.teacher, c.dims[0], c.mask) for c in cells} == expected
 
 
-def test_ours_comes_first_and_everyone_is_known() -> None:
+def test_streamkl_comes_first_and_every_baseline_is_known() -> None:
     for suite in SUITES.values():
-        assert suite.contestants[0] == "streamkl"
-        assert set(suite.contestants) <= set(SUMMARIES)
+        assert suite.implementations == ("streamkl", *suite.baselines)
+        assert set(suite.baselines) <= set(BASELINES)
 
 
 def test_a_quick_suite_is_small() -> None:

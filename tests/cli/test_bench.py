@@ -39,12 +39,12 @@ def test_a_red_gate_prints_no_figure_and_exits_with_1(monkeypatch: pytest.Monkey
 
 def test_a_shape_is_measured_shown_drawn_and_kept(tmp_path: Path) -> None:
     output = tmp_path / "bench.jsonl"
-    arguments = ("run", *SHAPE, "--contestants", "streamkl,eager,sdpa,composed", "--output", str(output))
+    arguments = ("run", *SHAPE, "--baselines", "eager,sdpa,composed", "--output", str(output))
     result = bench(*arguments)
     assert result.exit_code == 0, result.output
     assert "forward, float32: streamkl / sdpa: " in result.output
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [line["contestant"] for line in lines] == ["streamkl", "eager", "sdpa", "composed"]
+    assert [line["implementation"] for line in lines] == ["streamkl", "eager", "sdpa", "composed"]
     assert lines[0]["engine"] == "tiled"
     assert 0 < lines[0]["gate"] <= 1
     assert 0 < lines[0]["error"] < 1e-5
@@ -67,7 +67,7 @@ def test_every_suite_runs(suite: str, tmp_path: Path) -> None:
 
 def test_memory_is_measured_beside_time(tmp_path: Path) -> None:
     output = tmp_path / "bench.jsonl"
-    result = bench("run", *SHAPE[:-1], "--memory", "--contestants", "streamkl", "--output", str(output))
+    result = bench("run", *SHAPE[:-1], "--memory", "--baselines", "none", "--output", str(output))
     assert result.exit_code == 0, result.output
     (line,) = (json.loads(line) for line in output.read_text().splitlines())
     assert line["median"] > 0
@@ -75,7 +75,7 @@ def test_memory_is_measured_beside_time(tmp_path: Path) -> None:
 
 
 def test_memory_is_measured_apart_and_limited(tmp_path: Path) -> None:
-    arguments = (*SHAPE, "--isolated", "--contestants", "streamkl", "--output", str(tmp_path / "bench.jsonl"))
+    arguments = (*SHAPE, "--isolated", "--baselines", "none", "--output", str(tmp_path / "bench.jsonl"))
     result = bench("run", *arguments, "--limit-mb", "1")
     assert result.exit_code == 1
     assert "MB resident, more than 1" in result.output
@@ -90,7 +90,8 @@ def test_memory_is_measured_apart_and_limited(tmp_path: Path) -> None:
         (("nonsense",), "a suite is one of forward"),
         (("--shape", "8x8"), "a shape is BATCHxHEADSxTOKENSxDIM"),
         (("--shape", "1x1x8x8", "--mask", "causl"), "--mask is one of causal, full, not 'causl'"),
-        (("forward", "--contestants", "us"), "a contestant is one of streamkl"),
+        (("forward", "--baselines", "us"), "a baseline (or none) is one of eager, compiled"),
+        (("forward", "--baselines", "streamkl"), "not 'streamkl'"),
         (("forward", "--backend", "gpu"), "--backend is one of auto"),
     ],
 )

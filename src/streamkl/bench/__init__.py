@@ -1,4 +1,4 @@
-"""The benchmark: what is measured (`suites`), against whom (`contestants`), and how (`gate`, `measure`, `isolated`).
+"""The benchmark: what is measured (`suites`), StreamKL and its baselines (`implementations`), how it is measured.
 
 The package itself never imports it; ``streamkl bench`` does.
 """

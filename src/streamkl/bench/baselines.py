@@ -1,7 +1,7 @@
 """The loss as people write it today. Each baseline gives row losses, ``[B, R, N]``, in one or several runs of queries.
 
-Products are in the inputs' dtype, softmaxes in float32. Signatures are alike: the four tensors, and whether the mask is
-causal.
+Products are in the inputs' dtype, softmaxes in float32. All have the same signature: the four tensors, and whether the
+mask is causal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compiled(
 def chunked(
     teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, causal: bool
 ) -> Iterator[Tensor]:
-    """The same for a few queries at a time, against no more keys than a causal mask lets them see."""
+    """The same for a few queries at a time, against only the keys that a causal mask lets them see."""
     tokens = teacher_q.shape[2]
     for first in range(0, tokens, CHUNK):
         last = min(first + CHUNK, tokens)
@@ -45,10 +45,10 @@ def chunked(
 def composed(
     teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, causal: bool
 ) -> Iterator[Tensor]:
-    """From the outputs and log-sum-exps of stock attention, of which it takes three.
+    """From the outputs and log-sum-exps of three calls of stock attention.
 
-    ``KL = s_t <q_t, sum p k_t> - s_s <q_s, sum p k_s> - LSE_t + LSE_s``. The sums come out of attention rounded to the
-    inputs' dtype, and large terms cancel; the error that is reported beside its time shows it.
+    ``KL = s_t <q_t, sum p k_t> - s_s <q_s, sum p k_s> - LSE_t + LSE_s``. Attention rounds the sums to the inputs'
+    dtype, and large terms cancel; the error that is reported beside its time shows it.
     """
     teacher_k, student_k = _every_head(teacher_k, teacher_q), _every_head(student_k, student_q)
     mean_teacher, lse_teacher = _attention(teacher_q, teacher_k, teacher_k, causal)
@@ -64,7 +64,7 @@ def composed(
 def eager_indexer(
     teacher_q: Tensor, teacher_k: Tensor, index_q: Tensor, index_k: Tensor, index_w: Tensor | None, causal: bool
 ) -> Iterator[Tensor]:
-    """The loss of an indexer as frameworks write it: softmaxes summed over the heads, made to sum to 1, KL divergence.
+    """The loss of an indexer as frameworks write it: softmaxes summed over heads, normalised, KL divergence.
 
     ``index_k`` is ``[B, 1, N, D]``, ``index_w [B, N, J]``.
     """
@@ -83,7 +83,7 @@ def eager_rows(
     """The row losses of queries that start at query ``first``, with their matrices."""
     log_q = _logits(student_q, student_k, causal, first).log_softmax(-1)
     a = _logits(teacher_q, teacher_k, causal, first)
-    if a.requires_grad:  # the derivative at a probability of 0 would not be finite; else softmax is the faster way
+    if a.requires_grad:  # the derivative at a probability of 0 would not be finite; otherwise softmax is faster
         return functional.kl_div(log_q, a.log_softmax(-1), reduction="none", log_target=True).sum(-1)
     p = a.softmax(-1)
     if teacher_q.shape[1] != student_q.shape[1]:

@@ -1,4 +1,4 @@
-"""A cell: one problem that all contestants of a benchmark run, and the tensors it is made of."""
+"""A cell: one problem that all implementations of a benchmark run, and its tensors."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Cell:
         direction: ``forward`` (no graph), ``training`` (forward and backward, gradients to the student) or
             ``training-both`` (gradients to the teacher too).
         batch: Batch size.
-        indexer: Whether the student's heads are an indexer's, added up to one distribution, each weighted unless there
-            is but one. The teacher's LSE is given then.
-        topk: How many keys each query of an indexer names, spread evenly over those that it may see; 0 is all of them.
-        label: What the cell is called where its shape does not say it, such as a model's name.
+        indexer: Whether the student is an indexer: head-summed, with weights unless it has one head. The teacher's LSE
+            is given then.
+        topk: How many keys are selected per query of an indexer, spread evenly over those that it may see; 0 is all.
+        label: A name for the cell, such as that of a model, if its shape is not enough.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class Cell:
 
     @classmethod
     def square(cls, heads: int, tokens: int, dim: int, **rest: Any) -> Cell:
-        """As many heads of one width on every side."""
+        """The same number of heads of one width on every side."""
         return cls(tokens, Heads(heads, heads, heads, heads), (dim, dim), **rest)
 
     @classmethod
@@ -87,12 +87,12 @@ class Cell:
 
     @property
     def distributions(self) -> int:
-        """How many losses a row has."""
+        """How many losses a query has."""
         return 1 if self.indexer else self.heads.student
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that the mask allows, of one head."""
+        """Pairs of a query and a key that the mask allows, per head."""
         if self.topk:
             return self.batch * sum(
                 min(row + 1 if self.causal else self.tokens, self.topk) for row in range(self.tokens)
@@ -120,8 +120,8 @@ class Cell:
 
 
 Inputs = dict[str, Tensor]
-"""``teacher_q``, ``teacher_k``, ``student_q`` and ``student_k``, each ``[B, heads, N, D]``, and an indexer's weights,
-``student_w [B, N, J]``, in float32, and the keys that it is trained on, ``topk_indices [B, N, K]``."""
+"""``teacher_q``, ``teacher_k``, ``student_q`` and ``student_k``, each ``[B, heads, N, D]``; for an indexer also its
+weights ``student_w [B, N, J]``, in float32, and the selected keys ``topk_indices [B, N, K]``."""
 
 
 def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:

@@ -1,4 +1,4 @@
-"""The gate: before anything is timed, the engine must be right, by the project's own accuracy rule."""
+"""The gate: before anything is timed, the engine must satisfy the accuracy rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamkl.bench.cells import Cell
 from streamkl.testing import STUDENT, Case, IndexerHeads, check_accuracy, make_case, make_indexer_case
 
 TOKENS = 645
-"""Tokens of the problem that stands for a cell: several tiles each way and a remainder, small enough for float64."""
+"""Tokens of the problem that stands for a cell: several tiles of rows and keys and a remainder, cheap in float64."""
 
 
 class RedGateError(RuntimeError):
@@ -24,7 +24,7 @@ def check(cell: Cell, backend: str, device: torch.device, threads: int) -> float
     """Holds a forward, and a forward and backward, of the cell's layout to the accuracy rule.
 
     Returns:
-        The largest ratio of an error to what the rule allows, at most 1.
+        The largest ratio of an error to its bound, at most 1.
 
     Raises:
         RedGateError: The rule is broken.

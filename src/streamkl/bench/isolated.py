@@ -1,6 +1,6 @@
-"""One call in a process of its own, for the memory that it alone makes the process resident with.
+"""One call in a process of its own, to measure the resident memory of that call alone.
 
-Run as ``python -m streamkl.bench.isolated REQUEST``; `run` does, and reads the answer.
+`run` starts ``python -m streamkl.bench.isolated REQUEST`` and reads its result.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class Measurement(NamedTuple):
 
     Attributes:
         seconds: Of the call.
-        extra_bytes: What the call added to the process at its peak (on GPUs: to the allocator), gradients included.
-        resident_bytes: The most that the process was resident with.
-        loss: What it computed, where it computes a loss.
+        extra_bytes: The memory that the call added to the process at its peak (on GPUs: to the allocator), gradients
+            included.
+        resident_bytes: The peak resident memory of the process.
+        loss: The loss, if the call computes one.
     """
 
     seconds: float
@@ -38,28 +39,29 @@ class Measurement(NamedTuple):
     loss: float | None
 
 
-def run(cell: Cell, contestant: str, backend: str, device: torch.device, threads: int) -> Measurement:
-    """Runs a contestant once, in a process of its own."""
+def run(cell: Cell, implementation: str, backend: str, device: torch.device, threads: int) -> Measurement:
+    """Runs an implementation once, in a process of its own."""
     request = {
-        "cell": cell.to_dict(), "contestant": contestant, "backend": backend, "device": str(device), "threads": threads,
+        "cell": cell.to_dict(), "implementation": implementation, "backend": backend, "device": str(device),
+        "threads": threads,
     }  # fmt: skip
     result = subprocess.run([sys.executable, "-m", __name__, json.dumps(request)], capture_output=True, text=True)
     if result.returncode != 0:
-        raise RuntimeError(f"{contestant} failed on {cell}: {result.stderr.strip()[-2000:]}")
+        raise RuntimeError(f"{implementation} failed on {cell}: {result.stderr.strip()[-2000:]}")
     return Measurement(**json.loads(result.stdout.splitlines()[-1]))
 
 
-def measure(cell: Cell, contestant: str, backend: str, device: str, threads: int) -> Measurement:
+def measure(cell: Cell, implementation: str, backend: str, device: str, threads: int) -> Measurement:
     """Runs the call in this process.
 
-    It is the first of the process, so that whatever it keeps is counted; only what is compiled is compiled before.
+    It is the first call of the process, so that all memory it keeps is counted; only compilation happens before.
     """
-    from streamkl.bench.contestants import prepare
+    from streamkl.bench.implementations import prepare
 
     torch.set_num_threads(threads)
     inputs = draw_inputs(cell, device)
-    call = prepare(contestant, cell, inputs, backend)
-    if contestant == "compiled":
+    call = prepare(implementation, cell, inputs, backend)
+    if implementation == "compiled":
         call()
         for x in inputs.values():
             x.grad = None
@@ -76,7 +78,7 @@ def measure(cell: Cell, contestant: str, backend: str, device: str, threads: int
 
 
 def peak_resident() -> int:
-    """The most bytes this process has been resident with, since counting started."""
+    """The peak resident memory of this process, in bytes, since counting started."""
     with suppress(OSError):  # not getrusage: on Linux a process inherits the peak of the one that started it
         return int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -84,7 +86,7 @@ def peak_resident() -> int:
 
 
 def start_counting(device: str) -> int:
-    """Bytes in use now. Forgets earlier peaks where the system can, and hands back what malloc only keeps."""
+    """Bytes in use now. Resets the peak where the system can, and returns memory that malloc holds."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Pictures of what the records say. Needs matplotlib, from the ``bench`` extra."""
+"""Plots of the records. Needs matplotlib, from the ``bench`` extra."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIRECTIONS = {
 
 
 def draw(records: list[Record], directory: Path) -> list[Path]:
-    """Writes the pictures that there are results for, and returns their paths."""
+    """Writes the plots that there are results for, and returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for name, picture in (("sdpa", beside_attention), ("eager", over_eager), ("memory", memory)):
@@ -39,7 +39,7 @@ def draw(records: list[Record], directory: Path) -> list[Path]:
 
 
 def beside_attention(records: list[Record]) -> Figure | None:
-    """The time of each cell as a share of attention's, and that of the products alone: one line a shape."""
+    """The time of each cell as a fraction of attention's, and that of the products alone: one line per shape."""
     records = [r for r in records if r.suite in ("forward", "training", "shape")]
     cells = {cell: times for cell, times in by_cell(records).items() if ratio(times, "streamkl", "sdpa") is not None}
     if not cells:
@@ -61,7 +61,7 @@ def beside_attention(records: list[Record]) -> Figure | None:
 
 
 def over_eager(records: list[Record]) -> Figure | None:
-    """How many times faster than both matrices in memory, against tokens; forward and backward apart."""
+    """The speed-up over both matrices in memory, against tokens; forward and backward apart."""
     records = [r for r in records if r.suite == "eager"]
     found = speedups(by_cell(records))
     if not found:
@@ -89,8 +89,8 @@ def memory(records: list[Record]) -> Figure | None:
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     labels = (("eager", "both matrices in memory", "o", "#d95f02"), ("streamkl", "streamkl", "s", "#1f77b4"))
-    for contestant, label, marker, colour in labels:
-        points = sorted((r.cell.tokens, (r.extra_bytes or 0) / 1e6) for r in records if r.contestant == contestant)
+    for name, label, marker, colour in labels:
+        points = sorted((r.cell.tokens, (r.extra_bytes or 0) / 1e6) for r in records if r.implementation == name)
         if points:
             axes.plot(*zip(*points, strict=True), marker=marker, color=colour, label=label)
             axes.annotate(f"{points[-1][1]:,.0f} MB", points[-1], textcoords="offset points", xytext=(6, 6))
@@ -109,10 +109,10 @@ def memory(records: list[Record]) -> Figure | None:
 def _dots(
     axes: Axes, cells: dict[Cell, Times], shapes: list[Cell], direction: str, name: str, **style: str | float
 ) -> None:
-    """A contestant's share of attention's time, on the line of each shape."""
+    """The time of an implementation as a fraction of attention's, on the line of each shape."""
     of_shapes = (cells.get(replace(shape, direction=direction), {}) for shape in shapes)
-    shares = [(ratio(times, name, "sdpa"), line) for line, times in enumerate(of_shapes)]
-    points = [(share, line) for share, line in shares if share is not None]
+    fractions = [(ratio(times, name, "sdpa"), line) for line, times in enumerate(of_shapes)]
+    points = [(fraction, line) for fraction, line in fractions if fraction is not None]
     if points:
         axes.plot(*zip(*points, strict=True), linestyle="none", **style)  # type: ignore[arg-type]
 
@@ -126,7 +126,7 @@ def _token_axis(axes: Axes, tokens: list[int], room: float = 1.2) -> None:
 
 
 def _finish(figure: Figure, axes: Axes, title: str, records: list[Record]) -> None:
-    """The message, and under it where it was measured."""
+    """The title, and under it the machine of the measurement."""
     facts = records[-1].machine
     where = f"{facts.get('device', '')}, {threads_name(records[-1].threads)}, torch {facts.get('torch', '')}"
     figure.suptitle(title, fontsize=11)

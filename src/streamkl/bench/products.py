@@ -1,6 +1,6 @@
-"""The bare products of a forward: operands packed beforehand, two products a tile, nothing else.
+"""The bare products of a forward: operands packed beforehand, two products per tile, nothing else.
 
-It is what any implementation on this matrix engine must at least spend, so we measure ourselves against it.
+They are a lower bound for any implementation on this matrix engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLOCK_Q = 256
 BLOCK_K = 256
 """The tile for which the products alone ran fastest, of 64 to 256 rows by 64 to 1,024 keys."""
 PADDING = 16
-"""Columns after a tile, so that its rows are not a power of two apart and do not share a few sets of the cache."""
+"""Columns after a tile, so that its rows are not a power of two apart and do not fall on a few sets of the cache."""
 
 
 def bare_products(
@@ -23,7 +23,7 @@ def bare_products(
 ) -> Callable[[], Tensor]:
     """Packs ``q [B, H, N, D]`` and ``k [B, Hkv, N, D]`` of both sides, and returns the call to time.
 
-    What it returns, the sum of each row block's last products, proves that they were computed.
+    The call returns the sum of each row block's last products, which proves that they were computed.
     """
     from streamkl.engines.cpu import build
 

@@ -1,4 +1,4 @@
-"""Results on disk: one JSON object a line for each contestant of a cell. docs/benchmarks.md describes the fields."""
+"""Results on disk: one line of JSON per implementation and cell. docs/benchmarks.md describes the fields."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from streamkl.bench.cells import Cell
 
 
 class Key(NamedTuple):
-    """What a record is about: of two with the same key, the later holds."""
+    """The identity of a record: of two with the same key, the later one counts."""
 
     suite: str
     cell: Cell
-    contestant: str
+    implementation: str
     threads: int
 
 
 @dataclass
 class Record:
-    """One contestant's result in one cell.
+    """The result of one implementation in one cell.
 
     Attributes:
         suite: The suite, or ``shape`` for a cell from the command line.
         cell: The problem.
-        contestant: Who ran it.
-        threads: On how many threads.
-        engine: The engine that ``streamkl`` ran on; empty for others.
+        implementation: ``streamkl`` or a baseline.
+        threads: The number of threads.
+        engine: The engine that ``streamkl`` ran on; empty for baselines.
         seconds: Every repetition.
-        extra_bytes: What one call added to a process at its peak, gradients included.
-        resident_bytes: The most that process was resident with.
+        extra_bytes: The memory that one call added to a process at its peak, gradients included.
+        resident_bytes: The peak resident memory of that process.
         error: The largest error of sampled row losses against float64, relative to their mean.
-        gate: The largest ratio of an error of ours to what the accuracy rule allows.
+        gate: The largest ratio of an error of StreamKL to the one that the accuracy rule allows.
         skipped: Why it did not run.
         machine: Device, capability, versions and commit.
-        date: When, in UTC.
+        date: The time of measurement, in UTC.
     """
 
     suite: str
     cell: Cell
-    contestant: str
+    implementation: str
     threads: int
     engine: str = ""
     seconds: list[float] = field(default_factory=list)
@@ -56,8 +56,8 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """What it is about."""
-        return Key(self.suite, self.cell, self.contestant, self.threads)
+        """The identity of the record."""
+        return Key(self.suite, self.cell, self.implementation, self.threads)
 
     @property
     def median(self) -> float:
@@ -73,7 +73,7 @@ class Record:
         return third - first
 
     def to_json(self) -> str:
-        """One line, with the median and the spread for readers that want no arithmetic."""
+        """One line, with the median and the spread added for readers."""
         values: dict[str, Any] = {**asdict(self), "cell": self.cell.to_dict()}
         if self.seconds:
             values |= {"median": self.median, "spread": self.spread}
@@ -88,7 +88,7 @@ class Record:
 
 
 def append(path: Path, record: Record) -> None:
-    """Adds a line, whole: a run that is interrupted leaves a file that can be read."""
+    """Appends a whole line, so that an interrupted run leaves a readable file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(record.to_json() + "\n")

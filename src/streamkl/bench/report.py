@@ -1,4 +1,4 @@
-"""What the records of a suite say: tables, and the figures that the suite is run for.
+"""Tables and figures from the records of a suite.
 
 Ratios are ratios of medians. A backward is the median of forward and backward less that of the forward alone, so that
 no work can hide in the other half.
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from streamkl.bench.cells import Cell
 from streamkl.bench.records import Record
 
-YARDSTICKS = ("sdpa", "products", "student")
-"""What we are compared with as a share of it; of everything else we say how many times longer it takes."""
+COST_BASELINES = ("sdpa", "products", "student")
+"""Baselines that compute something else: StreamKL is given as a fraction of their time. Others are given in multiples
+of StreamKL's time."""
 
 Times = dict[tuple[str, int], Record]
-"""What ran in a cell, by contestant and threads."""
+"""The records of a cell, by implementation and threads."""
 
 
 @dataclass
@@ -40,15 +41,15 @@ def suites(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def by_cell(records: Iterable[Record]) -> dict[Cell, Times]:
-    """What ran in each cell."""
+    """The records of each cell."""
     cells: dict[Cell, Times] = {}
     for record in records:
-        cells.setdefault(record.cell, {})[record.contestant, record.threads] = record
+        cells.setdefault(record.cell, {})[record.implementation, record.threads] = record
     return cells
 
 
 def detailed(records: list[Record]) -> Iterator[Table]:
-    """For each direction and dtype a table with a row for each contestant of each cell, for a terminal."""
+    """For each direction and dtype a table with a row per cell and implementation, for a terminal."""
     for kind, group in _groups(records, _kind):
         table = Table(kind, ["", "", "ms", "spread", "ours / it", "MB added", "error"])
         name_of = _namer(group)
@@ -66,12 +67,12 @@ def detailed(records: list[Record]) -> Iterator[Table]:
 
 
 def compact(records: list[Record]) -> Iterator[Table]:
-    """For each direction and dtype a table with a row for each cell, for a page."""
+    """For each direction and dtype a table with a row per cell, for a page."""
     for kind, group in _groups(records, _kind):
-        entries = list(dict.fromkeys((r.contestant, r.threads) for r in group if r.seconds))
+        entries = list(dict.fromkeys((r.implementation, r.threads) for r in group if r.seconds))
         name_of = _namer(group)
         others = [name for name, _ in entries if name != "streamkl"] if len({n for _, n in entries}) == 1 else []
-        ratios = [("streamkl", name) if name in YARDSTICKS else (name, "streamkl") for name in others]
+        ratios = [("streamkl", name) if name in COST_BASELINES else (name, "streamkl") for name in others]
         columns = ["tokens x heads x dim", *(f"{name_of(*entry)} (ms)" for entry in entries)]
         table = Table(kind, [*columns, *map(" / ".join, ratios), "MB added"])
         for cell, times in by_cell(group).items():
@@ -93,11 +94,11 @@ def where(records: list[Record]) -> str:
 
 
 def skipped(records: list[Record]) -> list[str]:
-    """Who did not run where, and why: a line for each reason."""
+    """Which implementations did not run where, and why: a line per reason."""
     cells: dict[tuple[str, str], list[Cell]] = {}
     for r in records:
         if r.skipped is not None:
-            cells.setdefault((r.contestant, r.skipped), []).append(r.cell)
+            cells.setdefault((r.implementation, r.skipped), []).append(r.cell)
     return [
         f"{name} left out of {of[0] if len(of) == 1 else f'{len(of)} cells'}: {reason}"
         for (name, reason), of in cells.items()
@@ -105,7 +106,7 @@ def skipped(records: list[Record]) -> list[str]:
 
 
 def summary(records: list[Record]) -> list[str]:
-    """The figures that a suite is run for, a line each."""
+    """The figures of a suite, one per line."""
     lines = []
     for kind, group in _groups(records, _kind):
         cells = by_cell(group)
@@ -131,7 +132,7 @@ def ratio(times: Times, one: str, other: str) -> float | None:
 
 
 def speedups(cells: dict[Cell, Times], name: str = "eager") -> dict[Cell, dict[str, float]]:
-    """How many times faster ours is, by the forward's cell: ``forward``, ``training`` and ``backward``."""
+    """How many times faster StreamKL is, by the forward's cell: ``forward``, ``training`` and ``backward``."""
     found: dict[Cell, dict[str, float]] = {}
     for cell, times in cells.items():
         forward = replace(cell, direction="forward")
@@ -146,17 +147,17 @@ def speedups(cells: dict[Cell, Times], name: str = "eager") -> dict[Cell, dict[s
 
 
 def cell_name(cell: Cell) -> str:
-    """The cell where its direction and dtype are known."""
+    """The name of a cell without its direction and dtype."""
     return f"{cell.tokens:,} x {cell.layout} {cell.mask}"
 
 
 def threads_name(n: int) -> str:
-    """So many threads."""
+    """The number of threads in words."""
     return "1 thread" if n == 1 else f"{n} threads"
 
 
 def _backward(training: Times, forward: Times, name: str) -> float | None:
-    """Seconds that the backward adds; ``None`` where they cannot be told from noise."""
+    """Seconds that the backward adds; ``None`` where they cannot be distinguished from noise."""
     for key, record in training.items():
         if key[0] == name and key in forward and record.seconds and forward[key].seconds:
             added = record.median - forward[key].median
@@ -172,7 +173,7 @@ def _ratios(title: str, cells: dict[Cell, Times], one: str, other: str) -> list[
 
 
 def _threading(kind: str, cells: dict[Cell, Times]) -> list[str]:
-    """What more threads are worth."""
+    """The speed-up by more threads."""
     lines = []
     counts = sorted({threads for times in cells.values() for _, threads in times})
     for name in dict.fromkeys(name for times in cells.values() for name, _ in times):
@@ -201,7 +202,7 @@ def _against_eager(cells: dict[Cell, Times]) -> list[str]:
 
 
 def _indexers(cells: dict[Cell, Times]) -> list[str]:
-    """What an indexer's step costs, cell by cell: they answer no question together."""
+    """The cost of an indexer's step, cell by cell: the cells are too different for a mean."""
     lines = []
     for cell, times in cells.items():
         if not cell.indexer:
@@ -209,7 +210,7 @@ def _indexers(cells: dict[Cell, Times]) -> list[str]:
         for name, threads in times:
             if name == "streamkl":
                 continue
-            one, other = ("streamkl", name) if name in YARDSTICKS else (name, "streamkl")
+            one, other = ("streamkl", name) if name in COST_BASELINES else (name, "streamkl")
             value = ratio(times, one, other)
             if value is None:
                 continue
@@ -226,7 +227,7 @@ def _growth(records: list[Record]) -> list[str]:
     lines = []
     before = None
     for r in records:
-        if r.contestant != "streamkl" or len(r.seconds) != 1 or r.resident_bytes is None:
+        if r.implementation != "streamkl" or len(r.seconds) != 1 or r.resident_bytes is None:
             continue
         line = f"{r.cell}: {r.median:,.1f} s, {_megabytes(r.resident_bytes)} MB resident"
         if before is not None and before.cell.tokens < r.cell.tokens:
@@ -262,13 +263,13 @@ def _groups(records: Iterable[Record], kind: Callable[[Record], str]) -> Iterato
 
 
 def _namer(records: list[Record]) -> Callable[[str, int], str]:
-    """Says the threads of a contestant where they differ."""
+    """Names an implementation, with its threads where they differ."""
     several = len({record.threads for record in records}) > 1
     return lambda name, threads: f"{name}, {threads_name(threads)}" if several else name
 
 
 def _number(value: float | None) -> str:
-    """Three digits, or all before the point."""
+    """Three significant digits, or all digits before the point."""
     if value is None:
         return ""
     if value >= 100:

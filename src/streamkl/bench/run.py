@@ -1,4 +1,4 @@
-"""Runs a suite: the gate for all of its cells, then cell by cell all contestants, each result written as it comes."""
+"""Runs a suite: the gate for all of its cells, then cell by cell all implementations, each written as it is measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElaps
 
 from streamkl.bench import gate, isolated, machine, measure, records
 from streamkl.bench.cells import Cell, draw_inputs
-from streamkl.bench.contestants import engine_name, prepare, refusal, row_losses
+from streamkl.bench.implementations import engine_name, prepare, refusal, row_losses
 from streamkl.bench.records import Key, Record
 from streamkl.bench.suites import Suite
 
@@ -24,13 +24,13 @@ class Options:
     """How a suite is run.
 
     Attributes:
-        backend: The engine of ours, or ``auto``.
-        device: Where.
-        threads: On how many threads, unless the suite says.
-        budget: Seconds that each contestant of a cell may repeat itself for.
-        memory: Whether the memory of each contestant is measured, in a process of its own.
+        backend: The engine of StreamKL, or ``auto``.
+        device: The device.
+        threads: The number of threads, unless the suite sets it.
+        budget: Seconds for the repetitions of each implementation of a cell.
+        memory: Whether the memory of each implementation is measured, in a process of its own.
         resume: Whether cells that the file has, from this commit and machine, are taken from it.
-        output: The file.
+        output: The file of results.
     """
 
     backend: str
@@ -45,8 +45,8 @@ class Options:
 def run(name: str, suite: Suite, options: Options, console: Console) -> list[Record]:
     """Measures a suite and returns its records.
 
-    Cells that follow each other and differ in their direction alone take turns too, so that a backward, which is the
-    difference of two times, is that of one stretch of time.
+    Consecutive cells that differ only in their direction alternate, so that the two times whose difference is a
+    backward are measured in the same period.
 
     Raises:
         RedGateError: The engine is wrong in one of the cells; then nothing is measured.
@@ -70,7 +70,7 @@ def run(name: str, suite: Suite, options: Options, console: Console) -> list[Rec
                 for record in _measure(name, suite, together, options):
                     record.machine = facts
                     record.date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-                    record.gate = gates[gate.key(record.cell)] if record.contestant == "streamkl" else None
+                    record.gate = gates[gate.key(record.cell)] if record.implementation == "streamkl" else None
                     records.append(options.output, record)
                     results.append(record)
                 progress.advance(task, len(together))
@@ -91,16 +91,16 @@ def _stored(name: str, suite: Suite, facts: dict[str, str], options: Options) ->
     stored = []
     for cell in suite.cells:
         engines = ("", engine_name(cell, options.device, options.backend))
-        keys = [Key(name, cell, c, n) for n in _threads(suite, options) for c in suite.contestants]
+        keys = [Key(name, cell, who, n) for n in _threads(suite, options) for who in suite.implementations]
         if all(key in found and found[key].engine in engines for key in keys):
             stored += [found[key] for key in keys]
     return stored
 
 
 def _announce(cells: list[Cell], results: list[Record], suite: Suite) -> str:
-    """What is measured now; where it runs once, how long ours should take, going by the last cell."""
+    """What is measured now, and, if it runs once, how long StreamKL should take, judging by the last cell."""
     text = f"{cells[0]}{''.join(f' and {cell.direction}' for cell in cells[1:])}"
-    done = [record for record in results if record.contestant == "streamkl" and record.seconds]
+    done = [record for record in results if record.implementation == "streamkl" and record.seconds]
     if not suite.isolated or not done:
         return text
     seconds = done[-1].median * cells[0].pairs / done[-1].cell.pairs
@@ -108,22 +108,22 @@ def _announce(cells: list[Cell], results: list[Record], suite: Suite) -> str:
 
 
 def _measure(name: str, suite: Suite, cells: list[Cell], options: Options) -> list[Record]:
-    """One record for each cell, contestant and number of threads."""
+    """One record per cell, implementation and number of threads."""
     threads = _threads(suite, options)
     available = machine.available_bytes(options.device)
-    measured = [Record(name, cell, c, n) for cell in cells for n in threads for c in suite.contestants]
+    measured = [Record(name, cell, who, n) for cell in cells for n in threads for who in suite.implementations]
     for record in measured:
-        record.skipped = refusal(record.contestant, record.cell, options.device, available)
-        if record.contestant == "streamkl":
+        record.skipped = refusal(record.implementation, record.cell, options.device, available)
+        if record.implementation == "streamkl":
             record.engine = engine_name(record.cell, options.device, options.backend)
     running = {record.key: record for record in measured if record.skipped is None}
     if not suite.isolated:
         _time(running, options)
     for record in running.values():
         if suite.isolated or (options.memory and record.threads == threads[-1]):
-            once = isolated.run(record.cell, record.contestant, options.backend, options.device, record.threads)
+            once = isolated.run(record.cell, record.implementation, options.backend, options.device, record.threads)
             if once.loss is not None and not math.isfinite(once.loss):
-                raise gate.RedGateError(f"{record.cell}: {record.contestant} has a loss of {once.loss}")
+                raise gate.RedGateError(f"{record.cell}: {record.implementation} has a loss of {once.loss}")
             record.seconds = record.seconds or [once.seconds]
             record.extra_bytes, record.resident_bytes = once.extra_bytes, once.resident_bytes
     return measured
@@ -132,12 +132,12 @@ def _measure(name: str, suite: Suite, cells: list[Cell], options: Options) -> li
 def _time(running: dict[Key, Record], options: Options) -> None:
     """Fills in times, and errors where the cell is a forward."""
     inputs = {cell: draw_inputs(cell, options.device) for cell in dict.fromkeys(key.cell for key in running)}
-    calls = {key: prepare(key.contestant, key.cell, inputs[key.cell], options.backend) for key in running}
+    calls = {key: prepare(key.implementation, key.cell, inputs[key.cell], options.backend) for key in running}
 
     def ready(key: Key) -> None:
         if torch.get_num_threads() != key.threads:
             torch.set_num_threads(key.threads)
-            calls[key]()  # threads that have just been made are not timed
+            calls[key]()  # not timed: it starts the threads
         finish()
 
     def finish() -> None:
@@ -148,6 +148,6 @@ def _time(running: dict[Key, Record], options: Options) -> None:
         running[key].seconds = seconds
     for key, record in running.items():
         torch.set_num_threads(key.threads)
-        rows = None if key.cell.wanted else row_losses(key.contestant, key.cell, inputs[key.cell], options.backend)
+        rows = None if key.cell.wanted else row_losses(key.implementation, key.cell, inputs[key.cell], options.backend)
         if rows is not None:
             record.error = measure.sampled_error(rows, key.cell, inputs[key.cell])

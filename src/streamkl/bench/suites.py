@@ -1,6 +1,6 @@
-"""The suites: which cells answer which question, and who takes part.
+"""The suites: the cells that answer a question, and the baselines.
 
-Every suite is one command, ``streamkl bench run NAME``, and `report` has the figures that it is run for.
+Every suite is one command, ``streamkl bench run NAME``; `report` computes its figures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from streamkl.bench.models import MODELS
 from streamkl.testing import Heads
 
 QUICK_TOKENS, QUICK_CELLS = 512, 4
-"""The most tokens and cells under ``--quick``, which shows that everything works and measures nothing worth citing."""
+"""The most tokens and cells under ``--quick``, which only shows that everything works."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,22 @@ class Suite:
 
     Attributes:
         question: What the suite answers.
-        cells: What is run.
-        contestants: Who runs it, ours first.
-        threads: Thread counts that alternate; empty is the one that was asked for.
-        isolated: Each contestant runs once, in a process of its own, for its peak memory, instead of in rounds.
+        cells: The problems.
+        baselines: The implementations that StreamKL is measured beside.
+        threads: Thread counts that alternate; empty for that of the command line.
+        isolated: Each implementation runs once, in a process of its own, for its peak memory, instead of in rounds.
     """
 
     question: str
     cells: tuple[Cell, ...]
-    contestants: tuple[str, ...]
+    baselines: tuple[str, ...]
     threads: tuple[int, ...] = ()
     isolated: bool = False
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """StreamKL, and the baselines."""
+        return "streamkl", *self.baselines
 
     def quick(self) -> Suite:
         """The suite with few cells of few tokens."""
@@ -86,63 +91,63 @@ SUITES = {
     "forward": Suite(
         "What does the divergence cost beside attention, and beside its products alone?",
         tuple(_grid("bfloat16", "forward")),
-        ("streamkl", "sdpa", "composed", "products"),
+        ("sdpa", "composed", "products"),
     ),
     "training": Suite(
         "What does a training step cost beside one of attention, with student gradients and with all?",
         tuple(_grid("bfloat16", "training")) + tuple(_grid("bfloat16", "training-both")),
-        ("streamkl", "sdpa"),
+        ("sdpa",),
     ),
     "eager": Suite(
         "How much faster is it than what people write?",
         tuple(_against_eager()),
-        ("streamkl", "eager", "compiled", "chunked", "composed", "sdpa", "products"),
+        ("eager", "compiled", "chunked", "composed", "sdpa", "products"),
     ),
     "dtypes": Suite(
         "Does it hold in float32 and float16?",
         tuple(_grid("float32", "forward")) + tuple(_grid("float16", "forward")),
-        ("streamkl", "sdpa", "products"),
+        ("sdpa", "products"),
     ),
     "threads": Suite(
         "What is a second thread worth?",
         tuple(_threads()),
-        ("streamkl", "sdpa"),
+        ("sdpa",),
         threads=(1, 2),
     ),
     "long": Suite(
         "How far does it go, in what memory, and how does time grow?",
         _one_head(131072, 262144, 1048576, dtype="bfloat16"),
-        ("streamkl",),
+        (),
         isolated=True,
     ),
     "memory": Suite(
         "How does memory grow?",
         _one_head(1024, 2048, 4096, 8192, 16384, 32768, 65536, dtype="float32"),
-        ("streamkl", "eager"),
+        ("eager",),
         isolated=True,
     ),
     "indexer": Suite(
         "What do loss and gradients of an indexer cost beside the forward of the attention that it learns from?",
         tuple(_indexers()),
-        ("streamkl", "sdpa", "student"),
+        ("sdpa", "student"),
     ),
     "indexer-eager": Suite(
         "How much faster, and in how much less memory, than the indexer loss as frameworks write it?",
         tuple(_indexers_against_eager()),
-        ("streamkl", "eager"),
+        ("eager",),
     ),
     "topk": Suite(
-        "Does time grow with the tokens alone where each query names its keys?",
+        "With a per-query top-k, does time grow with the number of tokens only?",
         tuple(
             Cell(tokens, Heads(4, 1, 1, 1), (64, 64), direction="training", indexer=True, topk=2048)
             for tokens in (32768, 65536)
         ),
-        ("streamkl",),
+        (),
         isolated=True,
     ),
     "models": Suite(
         "What does it cost at the layouts of real models, per head and against the mean of all heads?",
         tuple(_models()),
-        ("streamkl", "sdpa", "products"),
+        ("sdpa", "products"),
     ),
 }

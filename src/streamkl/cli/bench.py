@@ -1,4 +1,4 @@
-"""``streamkl bench``: run suites or a shape, and show what files of results say."""
+"""``streamkl bench``: runs suites or a shape, and shows the results of files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from streamkl.bench.records import Record
     from streamkl.bench.suites import Suite
 
-app = typer.Typer(help="Measures speed, memory and error against attention and the usual ways.", no_args_is_help=True)
+app = typer.Typer(help="Measures speed, memory and error against attention and other baselines.", no_args_is_help=True)
 SUITES = typer.Argument(None, help="forward, training, eager, dtypes, threads, long, memory, models.")
-RESULTS = typer.Option(Path("bench.jsonl"), help="Where results are added, a line each.")
-DIRECTORY = typer.Option(Path(), help="The directory that the pictures are written to.")
+RESULTS = typer.Option(Path("bench.jsonl"), help="The file that results are appended to, one per line.")
+DIRECTORY = typer.Option(Path(), help="The directory that the plots are written to.")
 LENGTHS = typer.Option([2048, 4096, 8192], help="Tokens of a sequence; one or several.")
 FILE = typer.Argument(help="Results, as `streamkl bench run` writes them.", exists=True, dir_okay=False)
 
@@ -34,15 +34,15 @@ def run(
     mask: str = typer.Option("causal", help="causal or full, for --shape."),
     dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32, for --shape."),
     direction: str = typer.Option("forward", help="forward, training or training-both, for --shape."),
-    contestants: str = typer.Option("", help="Who takes part, separated by commas; all of them for --shape."),
+    baselines: str = typer.Option("", help="Baselines, separated by commas, or none; all of them for --shape."),
     isolated: bool = typer.Option(False, help="Once, in a process of its own, for --shape."),
-    limit_mb: float = typer.Option(float("inf"), help="Fail if ours makes its process resident with more."),
+    limit_mb: float = typer.Option(float("inf"), help="Fail if StreamKL's process is resident with more."),
     quick: bool = typer.Option(False, help="At most 512 tokens, few repetitions: shows that everything works."),
     backend: str = typer.Option("auto", help="The engine."),
     device: str = typer.Option("cpu", help="cpu or cuda."),
-    threads: int = typer.Option(0, help="CPU threads; what torch takes if not given."),
-    seconds: float = typer.Option(10.0, help="How long each contestant of a cell repeats itself."),
-    memory: bool = typer.Option(True, help="Measure memory, in a process for each contestant of each cell."),
+    threads: int = typer.Option(0, help="CPU threads; torch's default if not given."),
+    seconds: float = typer.Option(10.0, help="Seconds of repetitions per implementation and cell."),
+    memory: bool = typer.Option(True, help="Measure memory, in a process per implementation and cell."),
     output: Path = RESULTS,
     resume: bool = typer.Option(False, help="Keep what the file has from this commit and machine."),
 ) -> None:
@@ -55,7 +55,7 @@ def run(
 
     console = _console()
     _check([backend], BACKENDS, "--backend")
-    chosen = _suites(suites or [], contestants, isolated, shape=shape, mask=mask, dtype=dtype, direction=direction)
+    chosen = _suites(suites or [], baselines, isolated, shape=shape, mask=mask, dtype=dtype, direction=direction)
     if quick:
         chosen = {f"{name}-quick": suite.quick() for name, suite in chosen.items()}
     options = harness.Options(
@@ -69,10 +69,10 @@ def run(
         except RedGateError as error:
             console.print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
             sys.exit(1)
-        except RuntimeError as error:  # an engine that cannot run here, a contestant that failed
+        except RuntimeError as error:  # an engine that cannot run here, an implementation that failed
             sys.exit(str(error))
         _show(records, console)
-        peak = max(((r.resident_bytes or 0) / 1e6 for r in records if r.contestant == "streamkl"), default=0.0)
+        peak = max(((r.resident_bytes or 0) / 1e6 for r in records if r.implementation == "streamkl"), default=0.0)
         if peak > limit_mb:
             sys.exit(f"{peak:,.0f} MB resident, more than {limit_mb:,.0f}")
     console.print(f"Results are in {output}.", highlight=False)
@@ -82,11 +82,11 @@ def run(
 def distill(
     model: str = typer.Option(..., help="The folder of a model."),
     length: list[int] = LENGTHS,
-    materialised_up_to: int = typer.Option(2048, help="The longest sequence that the loss's matrices are made for."),
-    seconds: float = typer.Option(10.0, help="How long each call repeats itself, at least five times."),
+    materialised_up_to: int = typer.Option(2048, help="The longest sequence for the materialised loss."),
+    seconds: float = typer.Option(10.0, help="Seconds of repetitions per call, at least five repetitions."),
     heads: int = typer.Option(1, help="Index heads."),
     head_dim: int = typer.Option(64, help="Width of an index head."),
-    threads: int = typer.Option(0, help="CPU threads; what torch takes if not given."),
+    threads: int = typer.Option(0, help="CPU threads; torch's default if not given."),
     output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
 ) -> None:
     """Measures a step of `streamkl distill` beside the frozen model's forward, and beside the materialised loss."""
@@ -127,7 +127,7 @@ def distill(
 
 @app.command()
 def show(file: Path = FILE) -> None:
-    """Prints what `run` printed."""
+    """Prints the results of a file as `run` does."""
     from streamkl.bench import records, report
 
     for name, results in report.suites(records.read(file)).items():
@@ -152,16 +152,16 @@ def plot(
     file: Path = FILE,
     output: Path = DIRECTORY,
 ) -> None:
-    """Draws what the results have: time beside attention, speed-up over eager, memory."""
+    """Plots the results: time beside attention, speed-up over eager, memory."""
     from streamkl.bench import records
 
     try:
         from streamkl.bench import plots
     except ImportError:
-        sys.exit("pictures need matplotlib: pip install 'streamkl[bench]'")
+        sys.exit("plots need matplotlib: pip install 'streamkl[bench]'")
     written = plots.draw(records.read(file), output)
     if not written:
-        sys.exit(f"{file} has nothing to draw")
+        sys.exit(f"{file} has nothing to plot")
     for path in written:
         typer.echo(str(path))
 
@@ -173,18 +173,18 @@ def prefill(
     layers: int = typer.Option(0, help="How many of the model's layers; all if not given."),
     selector: str = typer.Option("indexer", help="indexer, oracle or window."),
     indexers: str = typer.Option("", help="A folder of indexers; untrained ones if not given."),
-    topk: int = typer.Option(2048, help="How many keys a list has."),
-    query_block: int = typer.Option(64, help="How many queries share a list."),
+    topk: int = typer.Option(2048, help="How many keys are selected per query block."),
+    query_block: int = typer.Option(64, help="How many queries share their top-k."),
     index_dim: int = typer.Option(128, help="Width of untrained indexers."),
     dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32."),
-    threads: int = typer.Option(0, help="CPU threads; what torch takes if not given."),
-    rounds: int = typer.Option(3, help="How often dense and sparse take turns."),
-    keep_memory: bool = typer.Option(True, help="Freed memory stays with the process, for both ways alike."),
-    memory: bool = typer.Option(True, help="Measure memory, each way in a process of its own."),
-    output: Path = typer.Option(Path("prefill.jsonl"), help="Where results are added, a line each."),  # noqa: B008
-    picture: Path | None = typer.Option(None, help="Draw all results of the file into this PNG."),  # noqa: B008
+    threads: int = typer.Option(0, help="CPU threads; torch's default if not given."),
+    rounds: int = typer.Option(3, help="How often dense and sparse alternate."),
+    keep_memory: bool = typer.Option(True, help="Freed memory stays with the process, dense and sparse."),
+    memory: bool = typer.Option(True, help="Measure memory, dense and sparse in processes of their own."),
+    output: Path = typer.Option(Path("prefill.jsonl"), help="The file that results are appended to."),  # noqa: B008
+    picture: Path | None = typer.Option(None, help="Plot all results of the file into this PNG."),  # noqa: B008
 ) -> None:
-    """Time to first token of a whole model through transformers, dense against sparse, taken apart.
+    """Time to first token of a whole model through transformers, dense against sparse, broken down.
 
     A shape has random weights: a stress test, which says nothing about quality.
     """
@@ -202,10 +202,10 @@ def prefill(
 def layer(
     model: str = typer.Argument("Qwen3-0.6B", help="Whose heads, e.g. Qwen3-0.6B or SmolLM2-135M."),
     tokens: int = typer.Option(32768, help="Queries and keys."),
-    topk: int = typer.Option(2048, help="How many keys a list has."),
-    query_block: int = typer.Option(64, help="How many queries share a list."),
+    topk: int = typer.Option(2048, help="How many keys are selected per query block."),
+    query_block: int = typer.Option(64, help="How many queries share their top-k."),
     index_dim: int = typer.Option(128, help="Width of the indexer's one head."),
-    seconds: float = typer.Option(10.0, help="How long each repeats itself."),
+    seconds: float = typer.Option(10.0, help="Seconds of repetitions of each."),
 ) -> None:
     """One layer's selection and sparse attention beside dense attention, bfloat16, causal."""
     from streamkl.bench.gate import RedGateError
@@ -224,12 +224,12 @@ def layer(
     typer.echo(f"selection and attention: {found.ratio:.3f} of dense attention")
 
 
-def _suites(names: list[str], contestants: str, isolated: bool, **cell: str) -> dict[str, Suite]:
-    """The suites that are named, or one made of the shape that is given."""
+def _suites(names: list[str], baselines: str, isolated: bool, **cell: str) -> dict[str, Suite]:
+    """The suites of these names, or one of the given shape."""
     from dataclasses import replace
 
     from streamkl.bench.cells import DIRECTIONS, DTYPES, MASKS, Cell
-    from streamkl.bench.contestants import SUMMARIES
+    from streamkl.bench.implementations import BASELINES
     from streamkl.bench.suites import SUITES, Suite
 
     if bool(names) == bool(cell["shape"]):
@@ -237,14 +237,14 @@ def _suites(names: list[str], contestants: str, isolated: bool, **cell: str) -> 
     for option, allowed in (("mask", MASKS), ("dtype", DTYPES), ("direction", DIRECTIONS)):
         _check([cell[option]], allowed, f"--{option}")
     _check(names, SUITES, "a suite")
-    who = tuple(SUMMARIES) if contestants in ("", "all") else tuple(contestants.split(","))
-    _check(who, SUMMARIES, "a contestant")
+    chosen = BASELINES if baselines in ("", "all") else () if baselines == "none" else tuple(baselines.split(","))
+    _check(chosen, BASELINES, "a baseline (or none)")
     if not names:
         try:
-            return {"shape": Suite("What does this shape cost?", (Cell.of_shape(**cell),), who, isolated=isolated)}
+            return {"shape": Suite("What does this shape cost?", (Cell.of_shape(**cell),), chosen, isolated=isolated)}
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-    return {name: replace(SUITES[name], contestants=who) if contestants else SUITES[name] for name in names}
+    return {name: replace(SUITES[name], baselines=chosen) if baselines else SUITES[name] for name in names}
 
 
 def _check(given: Iterable[str], allowed: Collection[str], what: str) -> None:
@@ -254,7 +254,7 @@ def _check(given: Iterable[str], allowed: Collection[str], what: str) -> None:
 
 
 def _console() -> Console:
-    """Wide enough for the tables where there is no terminal, whose width would be known."""
+    """The console, wide enough for the tables where there is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 

@@ -1,4 +1,4 @@
-"""``streamkl bench prefill``: measures, prints a table, draws a picture."""
+"""``streamkl bench prefill``: measures, prints a table, draws a plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(
     output: Path,
     picture: Path | None,
 ) -> str | int:
-    """Measures each length; returns what to exit with."""
+    """Measures each length; returns the exit status or message."""
     import torch
 
     try:
@@ -34,7 +34,7 @@ def run(
     for length in tokens:
         job = Job(tokens=length, threads=threads or torch.get_num_threads(), **options)
         try:
-            with console.status(f"{length:,} tokens: dense and {job.selector} take {job.rounds} turns each ..."):
+            with console.status(f"{length:,} tokens: {job.rounds} rounds of dense and {job.selector} ..."):
                 found = list(measure(job, memory))
         except RedGateError as error:
             console.print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
@@ -49,7 +49,7 @@ def run(
         try:
             from streamkl.bench.prefill import plots
         except ImportError:
-            return "pictures need matplotlib: pip install 'streamkl[bench]'"
+            return "plots need matplotlib: pip install 'streamkl[bench]'"
         plots.draw(records.read(output), picture)
         console.print(str(picture), highlight=False)
     return 0

@@ -1,10 +1,10 @@
-"""Who can run what, and that the timed call computes what its name says."""
+"""Which implementation can run what, and that the timed call computes what its name says."""
 
 import pytest
 import torch
 
 from streamkl.bench.cells import Cell, draw_inputs
-from streamkl.bench.contestants import BASELINES, SUMMARIES, engine_name, prepare, refusal, row_losses
+from streamkl.bench.implementations import LOSS_BASELINES, SUMMARIES, engine_name, prepare, refusal, row_losses
 from streamkl.testing import Heads
 
 CPU = torch.device("cpu")
@@ -13,7 +13,7 @@ TRAINING = Cell.square(2, 130, 32, dtype="float32", direction="training")
 PLENTY = 1 << 40
 
 
-@pytest.mark.parametrize("name", [name for name in BASELINES if name != "compiled"])
+@pytest.mark.parametrize("name", [name for name in LOSS_BASELINES if name != "compiled"])
 def test_all_losses_agree(name: str) -> None:
     inputs = draw_inputs(FORWARD, CPU)
     ours = prepare("streamkl", FORWARD, inputs)()

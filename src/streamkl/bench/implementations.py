@@ -1,4 +1,4 @@
-"""Who takes part in a cell: ours, the baselines, and the yardsticks; what each can run, and the call that is timed."""
+"""The implementations that run a cell: StreamKL and its baselines; what each can run, and the call that is timed."""
 
 from __future__ import annotations
 
@@ -20,40 +20,45 @@ from streamkl.problem import Problem, Side, Support
 
 Call = Callable[[], Any]
 
-BASELINES = {
+LOSS_BASELINES = {
     "eager": baselines.eager,
     "compiled": baselines.compiled,
     "chunked": baselines.chunked,
     "composed": baselines.composed,
 }
+"""The baselines that compute the loss."""
+
 SUMMARIES = {
     "streamkl": "streamkl.attention_kl, or streamkl.indexer_kl with the teacher's LSE",
     "eager": "both matrices in memory: softmax, log_softmax and kl_div in float32",
     "compiled": "torch.compile of eager",
     "chunked": f"eager on {baselines.CHUNK} queries at a time",
     "composed": "from the outputs and LSEs of three stock attention calls",
-    "sdpa": "scaled_dot_product_attention of the teacher: the yardstick",
+    "sdpa": "scaled_dot_product_attention of the teacher",
     "products": "the forward's tile products alone, operands packed beforehand",
     "student": "an indexer's tile products alone, twice of the five times that a step needs them",
 }
-"""Every contestant, and what it is."""
+"""Every implementation, and what it is."""
+
+BASELINES = tuple(name for name in SUMMARIES if name != "streamkl")
+"""Every implementation but StreamKL."""
 
 MATRIX_BYTES = {"forward": 28, "training": 30, "training-both": 44}
-"""Bytes for each pair of a query and a key of each head that eager holds at its peak, about (it is measured after)."""
+"""Approximate bytes per pair of a query and a key, and head, that eager holds at its peak (it is measured after)."""
 
 INDEXER_MATRIX_BYTES = 14
-"""The same of an indexer's loss, whose teacher is not differentiated."""
+"""The same for the loss of an indexer, whose teacher is not differentiated."""
 
 
 def refusal(name: str, cell: Cell, device: torch.device, available: int) -> str | None:
-    """Why a contestant cannot run a cell with so many bytes at hand, or ``None``."""
+    """Why an implementation cannot run a cell with so many bytes available, or ``None``."""
     if name == "composed":
         if cell.wanted:
             return "stock attention does not differentiate its LSE"
         if cell.heads.teacher != cell.heads.student:
             return "the entropy of a mean of heads is no output of attention"
         if cell.dims[0] != cell.dims[1]:
-            return "stock attention wants keys and values of one width"
+            return "stock attention needs keys and values of one width"
     if cell.indexer and name in ("compiled", "chunked", "composed", "products"):
         return "not written for an indexer"
     if name == "student":
@@ -65,15 +70,15 @@ def refusal(name: str, cell: Cell, device: torch.device, available: int) -> str 
             return "they are those of a forward"
         return cpu.unsupported(device)
     if name in ("eager", "compiled"):
-        bytes_a_pair = INDEXER_MATRIX_BYTES if cell.indexer else MATRIX_BYTES[cell.direction]
-        needed = bytes_a_pair * cell.batch * cell.heads.teacher * cell.tokens**2
+        bytes_per_pair = INDEXER_MATRIX_BYTES if cell.indexer else MATRIX_BYTES[cell.direction]
+        needed = bytes_per_pair * cell.batch * cell.heads.teacher * cell.tokens**2
         if needed > 0.8 * available:
             return f"would need about {needed / 1e9:.0f} GB, and {available / 1e9:.0f} GB are available"
     return None
 
 
 def engine_name(cell: Cell, device: torch.device, backend: str) -> str:
-    """The engine that ours runs a cell on; it is loaded then."""
+    """The engine that StreamKL runs a cell on, which is loaded."""
     if backend == "reference":
         return backend
     teacher, student = (
@@ -109,7 +114,7 @@ def prepare(name: str, cell: Cell, inputs: Inputs, backend: str = "auto") -> Cal
         t = inputs
         parts = (t["teacher_q"], t["teacher_k"], t["student_q"], t["student_k"], t.get("student_w"))
         return _step(cell, inputs, lambda: (x.sum() / rows for x in baselines.eager_indexer(*parts, cell.causal)))
-    return _step(cell, inputs, lambda: (x.sum() / rows for x in BASELINES[name](**inputs, causal=cell.causal)))
+    return _step(cell, inputs, lambda: (x.sum() / rows for x in LOSS_BASELINES[name](**inputs, causal=cell.causal)))
 
 
 def _divergence(cell: Cell, inputs: Inputs, backend: str) -> Call:
@@ -127,17 +132,17 @@ def _indexer(cell: Cell, inputs: Inputs, backend: str) -> Call:
 
 
 def row_losses(name: str, cell: Cell, inputs: Inputs, backend: str = "auto") -> Tensor | None:
-    """The loss of every row, ``[B, R, N]``, or ``None`` for what computes no loss."""
+    """The loss of every row, ``[B, R, N]``, or ``None`` for an implementation that computes no loss."""
     tensors = {key: x.detach() for key, x in inputs.items()}
     if name == "streamkl":
         return streamkl.attention_kl(**tensors, causal=cell.causal, reduction="none", backend=backend)  # type: ignore[arg-type]
-    if name in BASELINES:
-        return torch.cat(list(BASELINES[name](**tensors, causal=cell.causal)), dim=2)
+    if name in LOSS_BASELINES:
+        return torch.cat(list(LOSS_BASELINES[name](**tensors, causal=cell.causal)), dim=2)
     return None
 
 
 def _step(cell: Cell, inputs: Inputs, parts: Callable[[], Any]) -> Call:
-    """One step over the parts of a loss; each part's backward runs before the next part, as its memory wants it."""
+    """One step over the parts of a loss; the backward of a part runs before the next part, to save memory."""
     leaves = [inputs[name] for name in cell.wanted]
 
     def step() -> Tensor:
