@@ -90,7 +90,7 @@ def test_a_run_resumes_only_if_told_to_and_only_with_the_same_settings_and_text(
     run, other = tmp_path / "run", tmp_path / "other.txt"
     other.write_text(prose.read_text()[::-1])
     distill(tiny.settings(llama, prose, run, steps=3))
-    with pytest.raises(ValueError, match="holds checkpoints of a run: go on with --resume"):
+    with pytest.raises(ValueError, match="holds checkpoints of a run: resume it with --resume"):
         distill(tiny.settings(llama, prose, run, steps=3))
     with pytest.raises(ValueError, match=r"was made with lr = 0.001: got 0.1"):
         distill(tiny.settings(llama, prose, run, steps=3, lr=0.1, resume=True))
@@ -101,8 +101,8 @@ def test_a_run_resumes_only_if_told_to_and_only_with_the_same_settings_and_text(
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("learning_rate=1", "set is for what has no flag of its own: got learning_rate"),
-        ("nonsense=1", "TrainingArguments does not take what set names"),
+        ("learning_rate=1", "set is for arguments without a flag of their own: got learning_rate"),
+        ("nonsense=1", "TrainingArguments does not take an argument of set"),
         ("adam_beta2=[", "is not YAML"),
         ("adam_beta2", "set must be NAME=VALUE"),
         ("adam_beta2=high", "set 'adam_beta2=high' must be a number, such as adam_beta2=0.999"),
@@ -115,7 +115,7 @@ def test_what_set_names_is_an_argument_without_a_flag(entry: str, message: str, 
 
 def test_logs_go_to_what_is_installed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamkl.distillation.run.get_available_reporting_integrations", lambda: ["mlflow"])
-    with pytest.raises(ValueError, match="report_to names what is not installed: wandb; pip install it"):
+    with pytest.raises(ValueError, match="report_to has packages that are not installed: wandb; pip install them"):
         training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", report_to=["mlflow", "wandb"]))
 
 

@@ -84,7 +84,7 @@ def test_of_a_line_of_200_mb_only_what_is_needed_is_read(tokenizer: Any, tmp_pat
 
 def test_a_text_shorter_than_one_batch_comes_again(tiny: Any, llama: Path, tmp_path: Path) -> None:
     text = tiny.prose(tmp_path / "short.txt", 300)  # three sequences of 96
-    with pytest.warns(RuntimeWarning, match="has 3 sequences of 96 tokens, less than one step takes"):
+    with pytest.warns(RuntimeWarning, match="has 3 sequences of 96 tokens, fewer than one step takes"):
         distill(tiny.settings(llama, text, tmp_path / "run", steps=3, batch=4))
     assert len((tmp_path / "run" / "curves.jsonl").read_text().splitlines()) == 3
 

@@ -87,7 +87,7 @@ def test_an_interrupted_run_reports_what_it_did_and_ends_as_if_it_had_not_been(
     monkeypatch.setattr(Subject, "answer", stopped)
     code, said = command("oracle", model_folder, book, tmp_path / "report", *few)
     assert code == 130, said
-    assert "goes on from here" in said
+    assert "resumes from here" in said
     assert len(read(tmp_path / "report")[1]) == 3
     assert (tmp_path / "report" / "report.md").exists()
     assert command("oracle", model_folder, book, tmp_path / "report", *few)[0] == 0
@@ -226,7 +226,7 @@ def test_a_line_of_200_mb_is_evaluated(model_folder: Path, tmp_path: Path) -> No
     few = ("--tasks", "needle", "--selectors", "window", "--contexts", "1", "--layer-segments", "0")
     code, said = command("oracle", model_folder, path, tmp_path / "report", *few, "--budgets", "32", "256")
     assert code == 0, said
-    assert "256 tokens: lists of 256 keys are dense attention, and left out." in said
+    assert "256 tokens: a top-k of 256 keys is dense attention, and left out." in said
 
 
 def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""What a distillation step costs beside the frozen model's forward, and with the loss as people write it today.
+"""The cost of a distillation step beside the frozen model's forward, and with the loss as people write it today.
 
-Run as ``python -m streamkl.bench.distill REQUEST`` for one call's memory, in a process of its own; `run` does.
+`run` starts ``python -m streamkl.bench.distill REQUEST`` to measure the memory of one call in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from streamkl.bench.isolated import peak_resident, start_counting
 from streamkl.bench.measure import alternate
 
 FORWARD, WITH_HEAD, STEP, MATERIALISED = "forward", "forward with logits", "step", "materialised"
-"""The frozen model alone, which training runs without its head, and as users call it; forward, losses, backward and
-optimizer; the same with the loss's matrices in memory."""
+"""The frozen model without its head, as training runs it; with its head; a whole step of forward, losses, backward and
+optimizer; the same step with the matrices of the loss in memory."""
 GATE_TOKENS, GATE = 512, 0.01
-"""The two ways to the loss must agree to a hundredth, bfloat16's rounding, or no figure is shown."""
+"""The two losses must agree to a hundredth, bfloat16's rounding, or no figure is shown."""
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""Has glibc hand back what is freed, where memory is measured: a peak is then what was in use, not what malloc kept."""
+"""Makes glibc return freed memory where memory is measured: a peak is then memory in use, not what malloc kept."""
 
 
 class Cost(NamedTuple):
@@ -38,7 +38,7 @@ class Cost(NamedTuple):
         tokens: The length.
         call: One of the four.
         seconds: The median of its repetitions.
-        extra_bytes: What it added to its process at its peak.
+        extra_bytes: The memory that it added to its process at its peak.
     """
 
     tokens: int
@@ -50,18 +50,18 @@ class Cost(NamedTuple):
 def run(
     model: str, lengths: list[int], materialised_up_to: int, seconds: float, heads: int, head_dim: int
 ) -> list[Cost]:
-    """Measures, length by length; all calls of a length take turns in one process.
+    """Measures, length by length; all calls of a length alternate in one process.
 
     Args:
         model: The folder of the model.
         lengths: Tokens of a sequence.
-        materialised_up_to: The longest sequence that the matrices are made for.
-        seconds: How long each call repeats itself, at least five times.
+        materialised_up_to: The longest sequence for the materialised loss.
+        seconds: Seconds of repetitions per call, at least five repetitions.
         heads: Index heads.
         head_dim: Width of an index head.
 
     Raises:
-        RedGateError: The two ways to the loss disagree.
+        RedGateError: The two losses disagree.
     """
     bench = Bench(model, heads, head_dim)
     bench.check()
@@ -102,7 +102,7 @@ class Bench:
         return torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
 
     def ready(self, name: str) -> None:
-        """Sets up what a call runs with."""
+        """Sets up the model for a call."""
         self.backbone.set_attn_implementation("sdpa" if name in self.frozen else "streamkl_distill")
         for layer in self.distiller.layers:
             layer.divergence = materialised_kl if name == MATERIALISED else streamkl.indexer_kl
@@ -123,7 +123,7 @@ class Bench:
         self.optimizer.zero_grad()
 
     def check(self) -> None:
-        """Raises `RedGateError` if the two ways to the loss disagree."""
+        """Raises `RedGateError` if the two losses disagree."""
         found = {}
         for name in (STEP, MATERIALISED):
             self.ready(name)
@@ -141,7 +141,7 @@ def materialised_kl(
     index_w: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """The loss of relu indexers with both matrices in memory; the teacher's scale is the usual one."""
+    """The loss of relu indexers with both matrices in memory, with the teacher's default scale."""
     (rows,) = baselines.eager_indexer(teacher_q, teacher_k, index_q, index_k.unsqueeze(1), index_w, causal=True)
     return rows.mean()
 

@@ -1,4 +1,4 @@
-"""Where a measurement was made: device, versions, commit; and how much memory there is."""
+"""The machine of a measurement: device, versions, commit; and its available memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import streamkl
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """What a record says about the machine and the software."""
+    """The machine and the software, for a record."""
     return {
         "device": device_name(device),
         "capability": capability(device),
@@ -26,7 +26,7 @@ def facts(device: torch.device) -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of the CPU or GPU, as its maker calls it."""
+    """The model name of the CPU or GPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -38,7 +38,7 @@ def device_name(device: torch.device) -> str:
 
 
 def capability(device: torch.device) -> str:
-    """What the device offers to kernels, and how the CPU engine multiplies on it."""
+    """The instruction set of the device, and how the CPU engine multiplies on it."""
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     from streamkl.engines import cpu
@@ -60,7 +60,7 @@ def commit(package: Path) -> str:
             return None
         return result.stdout.strip() if result.returncode == 0 else None
 
-    # An installed copy may lie inside of somebody else's repository.
+    # An installed copy may lie inside of another repository.
     if git("ls-files", "--error-unmatch", "__init__.py") is None:
         return ""
     head = git("rev-parse", "--short=12", "HEAD") or ""

@@ -24,16 +24,16 @@ def alternate(
     ready: Callable[[K], None] = lambda _: None,
     finish: Callable[[], None] = lambda: None,
 ) -> dict[K, list[float]]:
-    """Seconds of each call: all take turns, so that a machine that slows down slows them all.
+    """Seconds of each call: they alternate, so that a machine that slows down slows them all.
 
-    Every call runs once untimed. Rounds go forth and back through all of them, so that all are measured in the same
-    stretch of time: until that is used up which they have together (and five rounds were run), or fifty rounds.
+    Every call runs once untimed. Rounds then run all calls, in alternating order, until their common budget is used up
+    (but at least five rounds), or for fifty rounds.
 
     Args:
-        calls: What to time.
-        budget: Seconds that each may take in the mean.
+        calls: The calls to time.
+        budget: Seconds per call, on average.
         ready: Called, untimed, before each call.
-        finish: Called, timed, after each call: waits for a device that works on its own.
+        finish: Called, timed, after each call: waits for an asynchronous device.
     """
     seconds: dict[K, list[float]] = {key: [] for key in calls}
     for key, call in calls.items():
@@ -64,7 +64,7 @@ def sampled_error(rows: Tensor, cell: Cell, inputs: Inputs) -> float:
 
     Args:
         rows: ``[B, R, N]``, the losses to judge.
-        cell: What was run.
+        cell: The cell.
         inputs: Its tensors.
     """
     t = {name: x.detach() for name, x in inputs.items()}

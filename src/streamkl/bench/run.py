@@ -1,4 +1,4 @@
-"""Runs a suite: the gate for all of its cells, then cell by cell all implementations, each written as it is measured."""
+"""Runs a suite: the gate for all of its cells, then all implementations cell by cell, each written once measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, ``streamkl``: one module a command, loaded when it is called."""
+"""The command line, ``streamkl``: one module per command, loaded when it is called."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(
 
 @app.command()
 def build(force: bool = typer.Option(False, help="Build it again even if the cache has it.")) -> None:
-    """Builds the CPU engine now instead of on first use, and says where it is kept."""
+    """Builds the CPU engine now instead of on first use, and prints its path."""
     from streamkl.engines.cpu.build import BuildError
     from streamkl.engines.cpu.build import build as build_engine
 
@@ -50,9 +50,9 @@ def build(force: bool = typer.Option(False, help="Build it again even if the cac
 
 @app.command()
 def doctor() -> None:
-    """Says which engine each device gets and why, checks it, and says what is missing and how to get it.
+    """Prints which engine each device gets and why, checks it, and says what is missing and how to get it.
 
-    Exits with 1 if something must be mended before streamkl can work.
+    Exits with 1 if something must be fixed before streamkl can work.
     """
     from streamkl.cli.doctor import run
 
@@ -68,7 +68,7 @@ def kernels(
     check: bool = typer.Option(False, help="Exit with 1 if a kernel is over its budget."),
     output: Path | None = typer.Option(None, help="Write the figures to this file too, .json or .md."),  # noqa: B008
 ) -> None:
-    """Compiles every Triton kernel for GPUs that need not be there, and prints what the binaries say.
+    """Compiles every Triton kernel for GPUs that need not be present, and prints figures of the binaries.
 
     Registers, spills, shared memory, tensor-core instructions, and a static ceiling: an upper bound, not measured.
     """

@@ -22,7 +22,7 @@ def command() -> Callable[..., None]:
     """The command, with a flag for each setting."""
 
     def distill(**given: Any) -> None:
-        """Trains indexers for a frozen model by KL divergence from its own attention, a layer each.
+        """Trains indexers for a frozen model by KL divergence from its own attention, one per layer.
 
         Runs alone, or under `accelerate launch -m streamkl distill ...` on several processes.
         """
@@ -40,14 +40,14 @@ def command() -> Callable[..., None]:
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None, callback=_read, is_eager=True, exists=True, dir_okay=False,
-                help="A YAML file with settings by their names; flags win over it.",
+                help="A YAML file with settings by their names; flags override it.",
             ),
             annotation=Path,
         )
     ]  # fmt: skip
     for field in dataclasses.fields(Settings):
-        listed = field.default is dataclasses.MISSING
-        option = typer.Option([] if listed else field.default, help=texts[field.name])
+        is_list = field.default is dataclasses.MISSING
+        option = typer.Option([] if is_list else field.default, help=texts[field.name])
         parameters.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hints[field.name])
         )
@@ -57,7 +57,7 @@ def command() -> Callable[..., None]:
 
 
 def run(settings: Settings) -> None:
-    """Trains, or says what it would take; what a user can mend ends in a message, not in a traceback."""
+    """Trains, or prints an estimate; errors that a user can fix end in a message, not in a traceback."""
     output, is_first = Path(settings.output), int(os.environ.get("RANK", "0")) == 0
     try:  # before transformers is loaded, which takes a while
         named, _ = split_sources(settings.text)
@@ -84,12 +84,12 @@ def run(settings: Settings) -> None:
             return
         if settings.resume and is_first:
             last = checkpoints.latest(output)
-            told = (
+            message = (
                 f"{output} has no complete checkpoint: starting at the first step"
                 if last is None
                 else f"The last complete checkpoint is {last}"
             )
-            typer.echo(f"{told}.", err=True)
+            typer.echo(f"{message}.", err=True)
         result = distill(settings)
     except (CheckpointError, NotFiniteError, ValueError, OSError) as error:
         sys.exit(str(error))
@@ -104,7 +104,7 @@ def run(settings: Settings) -> None:
         shown = (f"{text} {line[name]:.3g}" for name, text in curves.FIGURES.items() if line.get(name) is not None)
         typer.echo(f"Step {line['step']}, means over layers: {', '.join(shown)}.")
     typer.echo(
-        f"Indexers are in {result.indexers}, to select {settings.measured} keys for {settings.query_block} queries."
+        f"Indexers are in {result.indexers}: {settings.measured} keys per query block of {settings.query_block}."
     )
     _warn_of_small_topk(settings)
     if result.model is not None:
@@ -135,7 +135,7 @@ def _stopped(last: Path | None, settings: Settings) -> str:
     """What to do after an interruption."""
     if last is None:
         return f"Stopped before the first checkpoint: there is one every --save-every {settings.save_every} steps."
-    return f"Stopped. {last} is whole: the same command with --resume goes on from it."
+    return f"Stopped. {last} is whole: the same command with --resume resumes from it."
 
 
 def _read(context: typer.Context, path: Path | None) -> Path | None:
@@ -159,6 +159,6 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
             found[name] = [found[name]]  # one of a list
     unknown = sorted(found.keys() - {field.name for field in dataclasses.fields(Settings)})
     if unknown:
-        raise typer.BadParameter(f"{path} names settings that do not exist: {', '.join(unknown)}")
+        raise typer.BadParameter(f"{path} has settings that do not exist: {', '.join(unknown)}")
     context.default_map = {**(context.default_map or {}), **found}
     return path

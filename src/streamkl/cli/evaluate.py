@@ -18,20 +18,20 @@ Model = Annotated[str, typer.Argument(help="A model of transformers: a folder, o
 Text = Annotated[list[Path], typer.Option(help="Files of text or JSON lines, or folders of them.")]
 Tasks = Annotated[list[str], typer.Option(help="needle, multikey, tracking, perplexity.")]
 Lengths = Annotated[list[int], typer.Option(help="Tokens of a context, exactly.")]
-Budgets = Annotated[list[int], typer.Option(help="How many keys a list has.")]
-Blocks = Annotated[list[int], typer.Option(help="How many queries share a list.")]
+Budgets = Annotated[list[int], typer.Option(help="How many keys are selected per query block.")]
+QueryBlocks = Annotated[list[int], typer.Option(help="How many queries share their top-k.")]
 Selectors = Annotated[list[str], typer.Option(help="oracle, window, random.")]
 Indexers = Annotated[list[Path], typer.Option(help="Folders of indexers, as `streamkl distill` writes them.")]
 Contexts = Annotated[int, typer.Option(min=0, help="How many contexts of each length each task with answers has.")]
 Segments = Annotated[int, typer.Option(min=0, help="How many passages of each length are scored for perplexity.")]
-LayerSegments = Annotated[int, typer.Option(min=0, help="On how many passages every layer's lists are looked at.")]
+LayerSegments = Annotated[int, typer.Option(min=0, help="On how many passages recall and mass of layers are measured.")]
 Seed = Annotated[int, typer.Option(help="Of the contexts: the same for every method, and for every run.")]
-Decode = Annotated[str, typer.Option(help="sparse: answers are selected for, token by token. dense: the prompt alone.")]
+Decode = Annotated[str, typer.Option(help="How the tokens after the prompt attend: sparse or dense.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Field = Annotated[str, typer.Option(help="The name of the text in JSON lines.")]
 Encoding = Annotated[str, typer.Option(help="Of the text.")]
-Output = Annotated[Path, typer.Option(help="The folder of the report; a run that ended early goes on there.")]
+Output = Annotated[Path, typer.Option(help="The folder of the report; an interrupted run resumes there.")]
 
 TASKS, LENGTHS, BUDGETS, QUERY_BLOCKS = ["needle", "perplexity"], [2048], [64, 128, 256, 512], [1, 64]
 
@@ -42,7 +42,7 @@ def oracle(
     tasks: Tasks = TASKS,
     lengths: Lengths = LENGTHS,
     budgets: Budgets = BUDGETS,
-    query_blocks: Blocks = QUERY_BLOCKS,
+    query_blocks: QueryBlocks = QUERY_BLOCKS,
     selectors: Selectors = ["oracle", "window", "random"],  # noqa: B006
     contexts: Contexts = 200,
     segments: Segments = 40,
@@ -55,9 +55,9 @@ def oracle(
     encoding: Encoding = "utf-8",
     output: Output = Path("oracle-report"),
 ) -> None:
-    """Says how sparse a model can be: the best keys of every query, with a window and chance beside them.
+    """Measures how sparse a model can be: the oracle's keys, with recency and random keys as baselines.
 
-    Needs no training. It can be interrupted; the same command goes on where it was.
+    Needs no training. It can be interrupted; the same command resumes it.
     """
     sys.exit(_run(**{**locals(), "indexers": []}))
 
@@ -69,7 +69,7 @@ def evaluate(
     tasks: Tasks = TASKS,
     lengths: Lengths = LENGTHS,
     budgets: Budgets = [256, 512],  # noqa: B006
-    query_blocks: Blocks = QUERY_BLOCKS,
+    query_blocks: QueryBlocks = QUERY_BLOCKS,
     selectors: Selectors = ["oracle", "window"],  # noqa: B006
     contexts: Contexts = 200,
     segments: Segments = 40,
@@ -82,9 +82,9 @@ def evaluate(
     encoding: Encoding = "utf-8",
     output: Output = Path("report"),
 ) -> None:
-    """Says what indexers cost and gain: dense attention, folders of indexers and selectors on the same contexts.
+    """Measures what indexers cost and gain: dense attention, folders of indexers and selectors on the same contexts.
 
-    It can be interrupted; the same command goes on where it was, and one with more contexts or methods adds to it.
+    It can be interrupted; the same command resumes it, and one with more contexts or methods adds to it.
     """
     sys.exit(_run(**locals()))
 
@@ -105,7 +105,7 @@ def _run(**given: Any) -> int:
         left_out = sorted({*plan.budgets} - {method.topk for method in sparse})
         if left_out and sparse:
             shown = ", ".join(map(str, left_out))
-            console.print(f"{length:,} tokens: lists of {shown} keys are dense attention, and left out.")
+            console.print(f"{length:,} tokens: a top-k of {shown} keys is dense attention, and left out.")
     try:
         import torch
 
@@ -140,7 +140,7 @@ def _run(**given: Any) -> int:
     for path in written.files:
         typer.echo(str(path))
     if not done:
-        console.print("Interrupted: the report is of what was done. The same command goes on from here.")
+        console.print("Interrupted: the report covers the finished part. The same command resumes from here.")
     return 0 if done else 130
 
 
@@ -159,7 +159,7 @@ def _show(title: str, table: Any) -> None:
 
 
 def _name(path: Path) -> str:
-    """What a folder of indexers is called: all runs of `streamkl distill` write one with the same name."""
+    """The name of a folder of indexers: all runs of `streamkl distill` write one called ``indexers``."""
     path = path.absolute()
     return f"{path.parent.name}/{path.name}" if path.name == "indexers" else path.name
 
@@ -195,7 +195,7 @@ def _progress(evaluation: Any, output: Path, console: Any) -> bool:
     columns = (
         BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress, _told_in_a_log(progress, console):
+    with Progress(*columns, console=console, transient=True) as progress, _logged(progress, console):
         try:
             evaluation.run(output, progress)
         except KeyboardInterrupt:
@@ -204,8 +204,8 @@ def _progress(evaluation: Any, output: Path, console: Any) -> bool:
 
 
 @contextmanager
-def _told_in_a_log(progress: Any, console: Any, every: float = 60.0) -> Iterator[None]:
-    """Prints a line now and then where there is no terminal to draw a bar on."""
+def _logged(progress: Any, console: Any, every: float = 60.0) -> Iterator[None]:
+    """Prints a line every so often where there is no terminal to draw a bar on."""
     ended = threading.Event()
 
     def tell() -> None:
@@ -226,7 +226,7 @@ def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
     """The plan, and the folders of indexers by name.
 
     Raises:
-        ValueError: A name or a number is none that there is.
+        ValueError: A name or a number is not allowed.
     """
     from streamkl.evaluation.methods import SELECTORS
     from streamkl.evaluation.plan import Plan

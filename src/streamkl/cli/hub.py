@@ -1,4 +1,4 @@
-"""Models that are no folder here."""
+"""Models that are not a local folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 
 def tell_of_hub(model: str) -> None:
-    """Says that a model is looked for on the hub, which may take long and fail for other reasons than a wrong path."""
-    # names are told from paths as by check_checkpoint, whose package cannot be imported without transformers
+    """Prints that a model is looked for on the hub, which may take long and fail for other reasons."""
+    # The same rule as check_checkpoint, which cannot be imported without transformers.
     if not model.startswith((".", "~", "/")) and not Path(model).exists():
         typer.echo(f"There is no folder {model} here: it is looked for on the hub.", err=True)

@@ -73,7 +73,7 @@ def minutes(seconds: float) -> str:
 
 
 def show(rows: list[Figures], console: Console) -> None:
-    """Prints the figures, one table a target."""
+    """Prints the figures, one table per target."""
     for target in dict.fromkeys(row.arch for row in rows):
         table = Table(
             "variant", "kernel", "tile", "registers", "spills", "shared", "products", "exp", "loop", "clocks",

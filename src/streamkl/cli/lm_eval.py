@@ -1,4 +1,4 @@
-"""``streamkl lm-eval``: lm-eval with our attention registered."""
+"""``streamkl lm-eval``: lm-eval with sparse attention registered."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 import typer
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""All words, ``--help`` too, are lm-eval's."""
+"""All arguments, also ``--help``, are passed to lm-eval."""
 
 
 def lm_eval(context: typer.Context) -> None:
     """Runs lm-eval on a sparse model: --model_args pretrained=FOLDER,selector=oracle,topk=256,query_block=64.
 
-    With indexers=FOLDER in place of a selector, those select. All other arguments are lm-eval's.
+    With indexers=FOLDER in place of a selector, the indexers select. All other arguments are lm-eval's.
     """
     try:
         from streamkl.evaluation import harness

@@ -1,7 +1,7 @@
 """Training of indexers on a frozen model: ``streamkl distill``, on Hugging Face's trainer.
 
-It stands on the public functions, ``indexer``, ``sparse``, ``text`` and ``integrations.transformers``; the command line
-and its benchmark import it, and nothing else does. ``run.distill`` is what the command calls.
+It uses the public functions, ``indexer``, ``sparse``, ``text`` and ``integrations.transformers``; only the command line
+and its benchmark import it. The command calls ``run.distill``.
 """
 
 from streamkl.distillation.settings import Settings

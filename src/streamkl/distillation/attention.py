@@ -1,4 +1,4 @@
-"""The attention implementation under which a frozen model teaches: dense attention that keeps its log-sum-exp."""
+"""The attention implementation of the frozen teacher: dense attention that keeps its log-sum-exp."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 NAME = "streamkl_distill"
 REFUSED = {"softcap": "a soft cap on logits", "s_aux": "attention sinks", "position_bias": "a bias by position"}
-"""Arguments that change the softmax in ways that the loss does not have."""
+"""Arguments that change the softmax, which the loss does not support."""
 
 
 class Causal:
-    """The mask of sequences without padding, which needs no tensor; a model that takes a part of it gets it whole."""
+    """The mask of sequences without padding, which needs no tensor. A slice of it is the whole mask."""
 
     def __getitem__(self, part: Any) -> Causal:
         return self
@@ -41,7 +41,7 @@ def distill_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Causal | Tensor | None:
-    """`Causal` where nothing is padded and nothing but the causal mask hides a key, else SDPA's mask."""
+    """`Causal` where there is no padding and no mask but the causal one, else SDPA's mask."""
     if mask_function is causal_mask_function and attention_mask is None:
         return Causal()
     return sdpa_mask(*args, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
@@ -58,17 +58,17 @@ def distill_attention(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attends to all keys, and lets the layer learn from it.
+    """Attends to all keys, and computes the loss of the layer's indexer.
 
     Args:
         module: The attention module.
         query: ``[B, H, N, D]``, after RoPE.
         key: ``[B, Hkv, N, D]``.
         value: ``[B, Hkv, N, Dv]``.
-        attention_mask: What `distill_mask` made.
+        attention_mask: The mask of `distill_mask`.
         scaling: Multiplies the products; ``1/sqrt(D)`` if not given.
-        indices: The lists of a model's own indexer: the teacher is dense, so they are not read.
-        kwargs: What models pass to every implementation.
+        indices: The selected keys of a model's own indexer: the teacher is dense, so they are not read.
+        kwargs: The arguments that models pass to every implementation.
 
     Returns:
         ``[B, N, H, Dv]``, and ``None`` for the attention weights.
@@ -90,13 +90,13 @@ def distill_attention(
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """Causal attention ``[B, H, N, Dv]`` and the log-sum-exp of its logits ``[B, H, N]``.
 
-    On the CPU both come out of PyTorch's flash attention. Elsewhere, and for values that are wider than keys, the
-    log-sum-exp takes a sweep of its own.
+    On the CPU both come from PyTorch's flash attention. Elsewhere, and for values that are wider than keys, the
+    log-sum-exp takes another pass.
     """
     width, group = value.shape[-1], query.shape[1] // key.shape[1]
     if query.device.type == "cpu" and width <= query.shape[-1]:
         every_key, every_value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
-        if width < query.shape[-1]:  # latent attention has narrower values; the kernel wants one width
+        if width < query.shape[-1]:  # latent attention has narrower values; the kernel needs one width
             every_value = functional.pad(every_value, (0, query.shape[-1] - width))
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, every_key, every_value, is_causal=True, scale=scale

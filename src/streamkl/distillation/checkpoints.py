@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written under another name, marked as complete, then renamed."""
+"""Atomic checkpoints: written under another name, marked as complete, then renamed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MARKER, PREFIX, STAGING = "complete.json", "checkpoint-", ".writing"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the message says which one is the last good one."""
+    """A checkpoint could not be written; the message names the last good one."""
 
 
 def finish(staged: Path, folder: Path, about: dict[str, Any]) -> None:
-    """Marks a written checkpoint as complete, makes sure that it is on the disk, and gives it its name.
+    """Marks a written checkpoint as complete, syncs it to the disk, and gives it its name.
 
     Args:
         staged: Where it was written.
         folder: Where it belongs.
-        about: What the marker says besides the files' digests.
+        about: The content of the marker besides the digests of the files.
     """
     marker = json.dumps({**about, "files": durable.digests(staged)}, indent=2)
     (staged / MARKER).write_text(marker + "\n")
@@ -32,7 +32,7 @@ def finish(staged: Path, folder: Path, about: dict[str, Any]) -> None:
 
 
 def about(folder: Path) -> dict[str, Any] | None:
-    """What the marker of a checkpoint says; ``None`` if it is not whole."""
+    """The content of a checkpoint's marker; ``None`` if the checkpoint is not whole."""
     try:
         found = json.loads((folder / MARKER).read_text())
         if all(durable.digest(folder / name) == wanted for name, wanted in found["files"].items()):
@@ -56,13 +56,13 @@ def latest(output: Path) -> Path | None:
 def rotate(output: Path, keep: int) -> None:
     """Removes all but the last ``keep`` checkpoints."""
     for _, path in steps(output)[:-keep]:
-        # Renamed first, so that a checkpoint of which half is gone is never found under its name.
+        # Renamed first, so that a half-removed checkpoint never has its name.
         doomed = path.with_name(f".old-{path.name}")
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def clean(output: Path) -> None:
-    """Removes what an interrupted run left under other names."""
+    """Removes leftovers of an interrupted run."""
     for path in (output / STAGING, *output.glob(f".old-{PREFIX}*")):
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What was measured while training, layer by layer: a line of JSON for each step of the log, and pictures of it."""
+"""Training curves, layer by layer: one line of JSON per logged step, and a plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 LOG, PICTURE = "curves.jsonl", "curves.png"
-FIGURES = {"kl": "KL divergence", "recall": "recall of the oracle's keys", "mass": "covered attention mass"}
+FIGURES = {"kl": "KL divergence", "recall": "recall of the oracle's keys", "mass": "attention mass on selected keys"}
 
 
 class Curves:
@@ -15,7 +15,7 @@ class Curves:
 
     Args:
         folder: Of the run.
-        step: Where the run starts; what an interrupted run logged after it is dropped.
+        step: Where the run starts; lines that an interrupted run logged after it are dropped.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -24,7 +24,7 @@ class Curves:
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, line: dict[str, Any]) -> None:
-        """Adds what was measured at one step."""
+        """Appends the values of one step."""
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -41,7 +41,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def draw(folder: Path) -> Path | None:
-    """Draws the curves of a run, a line a layer; ``None`` where matplotlib is missing or nothing was logged."""
+    """Plots the curves of a run, one line per layer; ``None`` if matplotlib is missing or nothing was logged."""
     lines = read(folder / LOG)
     try:
         from matplotlib import colormaps
@@ -64,11 +64,11 @@ def draw(folder: Path) -> Path | None:
     for axes, (name, title) in zip(plots, FIGURES.items(), strict=True):
         for number, layer in zip(numbers, layers, strict=True):
             colour = colours.to_rgba(number)  # pyright: ignore[reportArgumentType]
-            told = [(x["step"], x["layers"][layer][name]) for x in lines if x["layers"][layer].get(name) is not None]
-            axes.plot(*zip(*told, strict=True) if told else ((), ()), color=colour, linewidth=0.8, marker=marker)
-        told = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
+            points = [(x["step"], x["layers"][layer][name]) for x in lines if x["layers"][layer].get(name) is not None]
+            axes.plot(*zip(*points, strict=True) if points else ((), ()), color=colour, linewidth=0.8, marker=marker)
+        points = [(x["step"], x[name]) for x in lines if x.get(name) is not None]
         axes.plot(
-            *zip(*told, strict=True) if told else ((), ()), color="black", linewidth=2, marker=marker, label="mean"
+            *zip(*points, strict=True) if points else ((), ()), color="black", linewidth=2, marker=marker, label="mean"
         )
         axes.set(title=title, xlabel="step", yscale="log" if name == "kl" else "linear")
         axes.grid(alpha=0.3)

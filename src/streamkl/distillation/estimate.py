@@ -1,4 +1,4 @@
-"""What a run would take: a few of its batches are run, and nothing is written."""
+"""Estimates the cost of a run from a few of its batches; writes nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BATCHES = 3
 
 
 def estimate(settings: Settings) -> str:
-    """What the run trains and on how much text, and the memory and time that it is expected to take on one process."""
-    training_arguments(settings)  # what is wrong with them shows here, too
+    """The size of the run, and the memory and time that it is expected to take on one process."""
+    training_arguments(settings)  # raises for wrong arguments
     prepared = prepare(settings)
     model, samples = prepared.model, prepared.samples
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -43,10 +43,10 @@ def estimate(settings: Settings) -> str:
         (
             f"trains    {len(model.layers)} indexers with {weights:,} weights, by {settings.steps:,} steps of "
             f"{settings.batch * settings.accumulation} x {settings.length:,} tokens",
-            f"text      {samples.sequences.size:,} tokens of it are read, and passed {passes:.1f} times",
+            f"text      {samples.sequences.size:,} tokens are read, {passes:.1f} times each",
             f"memory    {_peak(device) / 1e9:.1f} GB at its peak, on {device}",
-            f"time      {_duration(statistics.median(seconds[1:]) * batches)}, without what is measured for the log "
-            f"({statistics.median(seconds[1:]):.2f} s a batch, the median of {BATCHES - 1} after a first)",
+            f"time      {_duration(statistics.median(seconds[1:]) * batches)}, without recall and mass for the log "
+            f"({statistics.median(seconds[1:]):.2f} s per batch, the median of {BATCHES - 1} after a first)",
             f"disk      {settings.keep * 12 * weights / 1e6:.0f} MB for {settings.keep} checkpoints",
         )
     )

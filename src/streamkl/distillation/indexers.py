@@ -1,4 +1,4 @@
-"""New indexers for a frozen model, with plain weights or with ones that are made of the teacher's."""
+"""New indexers for a frozen model, with random weights or with weights computed from the teacher's."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from streamkl.integrations.transformers.families import Family, GroupedQuery
 from streamkl.integrations.transformers.indexers import Indexers
 
 MADE_BY = ("heads", "head_dim", "activation", "init", "temperature")
-"""Settings that say how new indexers are made."""
+"""Settings of new indexers."""
 
 
 def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> Indexers:
-    """An indexer for each layer that sees all keys: the model's own where it has them, else new ones in float32.
+    """An indexer per layer that sees all keys: the model's own where it has them, else new ones in float32.
 
-    The same seed gives the same weights. Attention modules that share another layer's lists have none.
+    The same seed gives the same weights. Attention modules that share the top-k of another layer have none.
 
     Raises:
-        ValueError: No layer of the model sees all keys, or settings say how to make indexers that the model has.
+        ValueError: No layer of the model sees all keys, or settings of new indexers are given for a model that has its
+            own.
     """
     if not isinstance(family, GroupedQuery):
         defaults = {f.name: f.default for f in fields(Settings)}
@@ -38,19 +39,19 @@ def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> In
         if isinstance(family, GroupedQuery):
             indexers[str(number)] = _new(family, attention, settings, generator)
         elif (own := family.indexer(attention)) is not None:
-            indexers[str(number)] = own.float()  # optimizers want it; other weights of the model stay as they are
+            indexers[str(number)] = own.float()  # for the optimizer; other weights of the model keep their dtype
     if not indexers:
         raise ValueError(f"no layer of this {family.name} model attends to all keys: there is nothing to distill")
     return indexers
 
 
 def _new(family: GroupedQuery, attention: Any, settings: Settings, generator: torch.Generator) -> Indexer:
-    """One indexer, whose weights are drawn in float32 on the CPU, whatever the model's dtype and device."""
+    """One indexer, with random weights drawn in float32 on the CPU, for any dtype and device of the model."""
     activation = None if settings.activation == "none" else "relu"
     indexer = family.new_indexer(attention, settings.head_dim, activation, settings.heads, settings.temperature)
     for parameter in indexer.parameters():
         if parameter.dim() == 2:
-            bound = parameter.shape[1] ** -0.5  # as nn.Linear's own, by a generator of ours
+            bound = parameter.shape[1] ** -0.5  # as nn.Linear does, with our own generator
             with torch.no_grad():
                 parameter.uniform_(-bound, bound, generator=generator)
     if settings.init == "teacher":
@@ -65,7 +66,7 @@ def _take_over(indexer: Indexer, attention: Any) -> None:
     A frequency of RoPE turns two dims of a head, which are one complex number. Before rotation the teacher's mean
     product is, for a frequency, ``conj(x) M x`` with ``M`` the mean over heads of ``q_h^H k_h``, of rank ``H`` at most,
     and an index head's is the same with a matrix of rank 1. The best one is that of the largest singular value.
-    Several index heads share a key, the best for all, and each takes the query map of its own share of the heads.
+    Several index heads share one key, the best for all, and each takes the query map of its own part of the heads.
     """
     head_dim, rope = attention.head_dim, indexer.rope_dim
     if rope != indexer.head_dim or rope != head_dim:
@@ -79,12 +80,12 @@ def _take_over(indexer: Indexer, attention: Any) -> None:
     heads = indexer.heads if isinstance(indexer, LightningIndexer) else 1
     left, size, right = _best(q, k)
     query_maps = []
-    for share in torch.arange(len(q), device=q.device).tensor_split(heads):
+    for part in torch.arange(len(q), device=q.device).tensor_split(heads):
         if heads == 1:
             query_maps.append(left * size[:, None])
-        else:  # the query map that, with the shared key, is nearest to the share's own product
-            inner = torch.einsum("hfd,fd->hf", k[share], right.conj())
-            query_maps.append(torch.einsum("hfd,hf->fd", q[share], inner.conj()) / len(share))
+        else:  # the query map that, with the shared key, is nearest to the product of these heads
+            inner = torch.einsum("hfd,fd->hf", k[part], right.conj())
+            query_maps.append(torch.einsum("hfd,hf->fd", q[part], inner.conj()) / len(part))
     maps = torch.cat([_rows(m) for m in query_maps])
     # The key's LayerNorm gives it a norm of sqrt(head_dim), in place of what it has on hidden states of variance 1.
     key_map = _rows(right)
@@ -99,7 +100,7 @@ def _take_over(indexer: Indexer, attention: Any) -> None:
 
 
 def _best(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the mean over heads of ``q_h^H k_h``, each frequency's first singular vectors and value.
+    """The first singular vectors and value per frequency of the mean over heads of ``q_h^H k_h``.
 
     ``q`` and ``k`` are ``[H, frequencies, hidden]``; their products have rank ``H``, so small matrices are enough.
     """
@@ -121,5 +122,5 @@ def _planes(weight: Tensor, head_dim: int) -> Tensor:
 
 
 def _rows(planes: Tensor) -> Tensor:
-    """The other way: ``[head_dim/2, hidden]`` to ``[head_dim, hidden]``."""
+    """The inverse for one head: ``[head_dim/2, hidden]`` to ``[head_dim, hidden]``."""
     return torch.cat((planes.real, planes.imag))

@@ -1,4 +1,4 @@
-"""What is attached to one attention module: its indexer, and what it learns each time the module attends."""
+"""The distillation state of one attention module: its indexer, and the loss of each call of the module."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Loss = Callable[..., Tensor]
 
 @dataclass(eq=False)
 class Batch:
-    """One call of the distiller, on its way through the frozen model; dicts go by the number of the layer.
+    """One call of the distiller, on its way through the frozen model; dicts are keyed by the number of the layer.
 
     Attributes:
-        row_weight: ``[B, N]``: how much each query weighs.
-        topk: How many keys recall and mass are measured with; 0 for not at all.
-        inputs: What indexers read, until their layer's attention has run.
+        row_weight: ``[B, N]``: the weight of each query.
+        topk: How many selected keys recall and mass are measured with; 0 to measure nothing.
+        inputs: The inputs of indexers, until the attention of their layer has run.
         losses: With their graph; NaN where a layer's activations were not finite.
         figures: ``recall`` and ``mass``, if they are measured.
     """
@@ -42,11 +42,11 @@ class Batch:
 
 
 UNDER_WAY: ContextVar[Batch | None] = ContextVar("streamkl_batch", default=None)
-"""The batch that this thread has sent through a frozen model; ``None`` while nothing is to be learned."""
+"""The batch that this thread is running through a frozen model; ``None`` outside of training."""
 
 
 class Layer:
-    """Belongs to one attention module, as its attribute ``streamkl_distilled``. No batch changes it.
+    """The attribute ``streamkl_distilled`` of one attention module. No batch changes it.
 
     Attributes:
         divergence: Computes the loss; takes the arguments of `streamkl.indexer_kl`.
@@ -69,7 +69,7 @@ class Layer:
 
     def _read_own(self, hidden: Tensor, latent: Tensor, position_embeddings: Any, *rest: Any, **kwargs: Any) -> Tensor:
         self._keep(Inputs(hidden, position_embeddings, latent))
-        return hidden.new_empty(0)  # no lists: the teacher is dense
+        return hidden.new_empty(0)  # no selected keys: the teacher is dense
 
     def _keep(self, inputs: Inputs) -> None:
         batch = UNDER_WAY.get()
@@ -77,7 +77,7 @@ class Layer:
             batch.inputs[self.number] = inputs
 
     def learn(self, query: Tensor, key: Tensor, scale: float | None, lse: Tensor) -> None:
-        """Computes the loss of the batch under way, if there is one, in one sweep over the teacher.
+        """Computes the loss of the current batch, if there is one, in one pass over the teacher.
 
         Args:
             query: ``[B, H, N, D]``, of the attention that just ran.
@@ -93,7 +93,7 @@ class Layer:
             index = self.family.project(self.indexer, inputs)
             index = index._replace(index_q=index.index_q.to(query.dtype), index_k=index.index_k.to(query.dtype))
         if not all_finite(lse, index.index_q, index.index_k):
-            # A loss that every parameter has a gradient of, as ranks that reduce gradients wait for.
+            # A loss with a gradient for every parameter: other ranks wait to reduce them.
             with torch.enable_grad():
                 nothing = torch.stack([p.sum() for p in self.indexer.parameters()]).sum() * torch.nan
             batch.losses[self.number] = nothing
@@ -111,27 +111,27 @@ class Layer:
 def measure(
     query: Tensor, key: Tensor, index: IndexTensors, indexer: Indexer, topk: int, scale: float | None, lse: Tensor
 ) -> dict[str, float]:
-    """Recall of the oracle's keys and covered mass, of the last queries."""
+    """Recall of the oracle's keys and attention mass on the selected keys, of the last queries."""
     last = slice(max(0, query.shape[2] - MEASURED_ROWS), None)
     w = None if index.index_w is None else index.index_w[:, last]
-    listed = index_topk(index.index_q[:, :, last], index.index_k, w, topk=topk, activation=indexer.activation)
+    indices = index_topk(index.index_q[:, :, last], index.index_k, w, topk=topk, activation=indexer.activation)
     rows, rows_lse = query[:, :, last], lse[:, :, last]
     return {
-        "recall": float(topk_recall(rows, key, listed, scale=scale, lse=rows_lse)),
-        "mass": float(attention_mass(rows, key, listed, scale=scale, lse=rows_lse)),
+        "recall": float(topk_recall(rows, key, indices, scale=scale, lse=rows_lse)),
+        "mass": float(attention_mass(rows, key, indices, scale=scale, lse=rows_lse)),
     }
 
 
 @torch.no_grad()
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are finite, by their sums: one that is not makes its sum so."""
+    """Whether all numbers are finite, by their sums: a number that is not finite makes its sum not finite."""
     return bool(
         torch.stack([x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]).isfinite().all()
     )
 
 
 def _half_precision(query: Tensor) -> AbstractContextManager:
-    """Projects in the teacher's dtype, so that what the backward keeps of hidden states is what they are."""
+    """Projects in the teacher's dtype, so that the backward keeps hidden states in that dtype."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         return nullcontext()
     return torch.autocast(query.device.type, query.dtype)

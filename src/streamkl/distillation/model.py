@@ -1,4 +1,4 @@
-"""A frozen model and the indexers that learn from it, as the one module that a trainer trains."""
+"""A frozen model and the indexers that learn from it, as one module for a trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Distiller(nn.Module):
     Args:
         backbone: A causal language model of transformers.
         family: Its family.
-        indexers: Those of its layers; of a family with indexers of its own they are the model's.
+        indexers: The indexers of its layers; for a family with indexers of its own, those of the model.
         loss: Takes the arguments of `streamkl.indexer_kl`.
     """
 
@@ -40,7 +40,7 @@ class Distiller(nn.Module):
         self._figures: dict[int, dict[str, Any]] = {layer.number: {"kl": float("nan")} for layer in self.layers}
 
     def train(self, mode: bool = True) -> Distiller:
-        """Leaves the frozen model as it is evaluated."""
+        """Leaves the frozen model in evaluation mode."""
         super().train(mode)
         self.backbone.eval()
         return self
@@ -50,7 +50,7 @@ class Distiller(nn.Module):
 
         Args:
             input_ids: ``[B, N]``: whole sequences, without padding.
-            row_weight: ``[B, N]``: how much each query weighs, the same sum for every sequence.
+            row_weight: ``[B, N]``: the weight of each query; every sequence has the same sum.
         """
         batch = Batch(row_weight, self._topk)
         before = UNDER_WAY.set(batch)
@@ -66,7 +66,7 @@ class Distiller(nn.Module):
         return {"loss": stacked.sum()}
 
     def measure(self, topk: int) -> None:
-        """Measures recall and mass with so many keys from the next batch on; 0 for no longer."""
+        """Measures recall and mass with ``topk`` selected keys from the next batch on; 0 to stop."""
         self._topk = topk
 
     def figures(self) -> dict[int, dict[str, float]]:
@@ -74,7 +74,7 @@ class Distiller(nn.Module):
         return {number: {**figures, "kl": float(figures["kl"])} for number, figures in self._figures.items()}
 
     def take_broken(self) -> list[int]:
-        """The layers that had a loss that was not finite since this was last asked."""
+        """The layers that had a loss that was not finite since the last call."""
         broken = [layer.number for layer, finite in zip(self.layers, self.finite.tolist(), strict=True) if not finite]
         self.finite = torch.ones(len(self.layers), dtype=torch.bool, device="cpu")
         return broken

@@ -1,7 +1,7 @@
 """Samples with needles: sentences hidden in the text, and at the end questions that only they answer.
 
-Some of what is asked for is the text itself: a piece of it is quoted again. What the needles are made of is apart from
-what `streamkl evaluate` asks for, so that an evaluation shows what was learned of retrieval, and not of these words.
+Some questions quote a piece of the text instead. The words of the needles differ from those of `streamkl evaluate`, so
+that an evaluation shows retrieval, and not memorised words.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def hide(tokenizer: Any, ids: np.ndarray, seed: int, facts: int = 1) -> Sample:
     Args:
         tokenizer: Of transformers.
         ids: ``[length]``: the text's tokens, as many as `check` asks for.
-        seed: Decides names, numbers, forms and places.
-        facts: How many questions there are at most; they and their needles take half of the sequence, or there is one.
+        seed: Seed of names, numbers, forms and places.
+        facts: The most questions; with their needles they take at most half of the sequence, unless there is only one.
     """
     draw = random.Random(seed)
     needles, questions, room = [], [], len(ids)

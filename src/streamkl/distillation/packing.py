@@ -35,7 +35,7 @@ def packed(tokenizer: Any, sources: list[str], length: int, most: int, *, field:
     wanted, parts, found = width * most, [], 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for starts, text in _texts(sources, field, encoding):
-        # transformers warns of texts longer than the model reads, which these are before they are cut
+        # verbose=False: transformers would warn of texts longer than the model's context, before they are cut
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         ids = np.asarray(end + ids if starts and found else ids, dtype=np.uint32)
         parts.append(ids)
@@ -53,7 +53,7 @@ def packed(tokenizer: Any, sources: list[str], length: int, most: int, *, field:
 
 
 def _first(tokenizer: Any) -> np.ndarray:
-    """The token that the tokenizer puts before every text, and a sequence therefore starts with, if there is one."""
+    """The token that the tokenizer puts before every text, if there is one: a sequence starts with it."""
     ids = tokenizer.encode("a")
     known = len(ids) > 1 and ids[0] == tokenizer.bos_token_id
     return np.asarray(ids[:1] if known else [], dtype=np.uint32)
@@ -71,7 +71,7 @@ def _texts(sources: list[str], field: str, encoding: str) -> Iterator[tuple[bool
 
 
 def _rows(name: str, field: str) -> Iterator[str]:
-    """The texts of a dataset: of a folder that ``save_to_disk`` wrote, or whatever ``load_dataset`` takes."""
+    """The texts of a dataset: a folder that ``save_to_disk`` wrote, or a name for ``load_dataset``."""
     import datasets
 
     name, _, split = name.partition("@")

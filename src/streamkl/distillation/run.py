@@ -30,18 +30,18 @@ from streamkl.integrations.transformers.folder import check_place
 
 MODEL, SETTINGS = "model", "settings.json"
 REPORTERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "trackio", "swanlab", "dvclive")
-"""What logs may go to that is a package of its own."""
-AGAIN = "--resume goes on with the run as it was; another one needs another --output"
+"""Targets of logs that are packages of their own."""
+AGAIN = "--resume continues the run with its settings; another run needs another --output"
 
 
 @dataclass(frozen=True)
 class Result:
-    """Where a run's results are.
+    """The results of a run.
 
     Attributes:
         indexers: The folder of trained indexers, for `streamkl.integrations.transformers.sparsify`.
-        model: The folder of the model, if its indexers are its own, for plain transformers.
-        curves: The picture, if there is matplotlib.
+        model: The folder of the model, for plain transformers, if it has indexers of its own.
+        curves: The plot, if there is matplotlib.
         skipped: How many steps were skipped because their gradients were not finite.
     """
 
@@ -55,7 +55,7 @@ def distill(settings: Settings) -> Result:
     """Trains indexers for a frozen model; see `Settings`.
 
     Raises:
-        ValueError: A setting, the text or the model does not do, or the output folder holds another run.
+        ValueError: A setting, the text or the model is unsuitable, or the output folder holds another run.
         CheckpointError: A checkpoint, or the results, could not be written.
         NotFiniteError: Too many steps in a row had gradients that are not finite.
     """
@@ -89,7 +89,7 @@ def distill(settings: Settings) -> Result:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run trains, and on what."""
+    """The model and the samples of a run."""
 
     model: Distiller
     samples: Samples
@@ -104,7 +104,7 @@ def prepare(settings: Settings, processes: int = 1) -> Prepared:
         settings: Of the run.
         processes: How many processes train together.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns when processes fork after it
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers warn when processes fork after their use
     if settings.threads:
         torch.set_num_threads(settings.threads)
     check_checkpoint(settings.model)
@@ -118,8 +118,8 @@ def prepare(settings: Settings, processes: int = 1) -> Prepared:
     )
     if len(sequences) < settings.batch * settings.accumulation * processes:
         warnings.warn(
-            f"the text has {len(sequences)} sequences of {settings.length} tokens, less than one step takes: they come "
-            f"again and again",
+            f"the text has {len(sequences)} sequences of {settings.length} tokens, fewer than one step takes: they are "
+            f"repeated",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -129,7 +129,7 @@ def prepare(settings: Settings, processes: int = 1) -> Prepared:
     )  # fmt: skip
     backbone = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
     sparse: Any = getattr(backbone, "streamkl", None)
-    if sparse is not None:  # it was saved so, and the teacher is dense
+    if sparse is not None:  # saved as a sparse model; the teacher is dense
         sparse.remove()
     dtypes = {name: parameter.dtype for name, parameter in backbone.named_parameters()}
     model = Distiller(backbone, family, make_indexers(backbone, family, settings))
@@ -163,7 +163,7 @@ def training_arguments(settings: Settings) -> TrainingArguments:
     }  # fmt: skip
     twice = sorted(told.keys() & more.keys())
     if twice:
-        raise ValueError(f"set is for what has no flag of its own: got {', '.join(twice)}")
+        raise ValueError(f"set is for arguments without a flag of their own: got {', '.join(twice)}")
     usual = {
         "logging_first_step": True, "remove_unused_columns": False, "dataloader_pin_memory": False,
         "ddp_find_unused_parameters": False,
@@ -171,27 +171,27 @@ def training_arguments(settings: Settings) -> TrainingArguments:
     try:
         return TrainingArguments(**{**usual, **more, **told})
     except TypeError as error:
-        raise ValueError(f"TrainingArguments does not take what set names: {error}") from None
+        raise ValueError(f"TrainingArguments does not take an argument of set: {error}") from None
 
 
 def _check_installed(names: list[str]) -> None:
-    """Refuses to log to packages that are not there; names that transformers does not know are its to refuse."""
+    """Refuses to log to packages that are not installed; transformers itself refuses names that it does not know."""
     missing = [name for name in names if name in REPORTERS and name not in get_available_reporting_integrations()]
     if missing:
         raise ValueError(
-            f"report_to names what is not installed: {', '.join(missing)}; pip install it, or leave it out"
+            f"report_to has packages that are not installed: {', '.join(missing)}; pip install them, or leave them out"
         )
 
 
 def _resumed(settings: Settings, output: Path, args: TrainingArguments) -> Path | None:
-    """The checkpoint to go on from.
+    """The checkpoint to resume from.
 
     Raises:
-        ValueError: There are checkpoints, and nobody said that the run is to go on.
+        ValueError: There are checkpoints, and the run was not told to resume.
     """
     if not settings.resume:
         if checkpoints.steps(output):
-            raise ValueError(f"{output} holds checkpoints of a run: go on with --resume, or name another folder")
+            raise ValueError(f"{output} holds checkpoints of a run: resume it with --resume, or name another folder")
         return None
     if args.should_save:
         checkpoints.clean(output)
@@ -199,10 +199,10 @@ def _resumed(settings: Settings, output: Path, args: TrainingArguments) -> Path 
 
 
 def _check_same(folder: Path, about: dict[str, Any]) -> None:
-    """Refuses to go on with other settings or another text than a checkpoint was made with."""
+    """Refuses to resume with other settings or another text than a checkpoint was made with."""
     then = checkpoints.about(folder)
     assert then is not None, "it was found because it is whole"
-    where = {"model", "text", "field", "encoding", "on_nan"}  # what these mean is in the weights and the tokens
+    where = {"model", "text", "field", "encoding", "on_nan"}  # the weights and the tokens are compared instead
     for name, value in about["settings"].items():
         if name not in where and then["settings"].get(name) != value:
             raise ValueError(f"{folder} was made with {name} = {then['settings'].get(name)}: got {value}; {AGAIN}")
@@ -225,7 +225,7 @@ def _write_results(output: Path, prepared: Prepared, settings: Settings, result:
 
 
 def _write_model(output: Path, prepared: Prepared, settings: Settings) -> Path:
-    """Writes a model with the trained indexers in it, under another name until all of it is there."""
+    """Writes a model with its trained indexers, under another name until it is complete."""
     staged, folder, backbone = output / checkpoints.STAGING / MODEL, output / MODEL, prepared.model.backbone
     for name, parameter in backbone.named_parameters():
         parameter.data = parameter.data.to(prepared.dtypes[name])

@@ -1,4 +1,4 @@
-"""The samples of a run, in an order that depends on its seed alone: not on processes, batches or interruptions."""
+"""The samples of a run, in an order that depends only on its seed: not on processes, batches or interruptions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from streamkl.distillation import needles
 
 
 class Samples(Dataset):
-    """As many samples as a run takes; sequences come again, in another order, when all have been seen.
+    """The samples of a run; when all sequences have been seen, they are repeated in another order.
 
     Args:
         sequences: ``[sequences, length]``, uint32.
         count: How many samples there are.
         seed: Of the order, and of the needles.
         tokenizer: For the needles.
-        share: How many of the samples have needles, from 0 to 1.
-        facts: How many questions such a sample asks, at most.
-        answer_weight: How much the queries of questions and answers weigh.
-        late: Whether a query weighs as much as it sees keys.
+        share: The fraction of samples with needles, from 0 to 1.
+        facts: The most questions of such a sample.
+        answer_weight: The weight of the queries of questions and answers.
+        late: Whether the weight of a query is the number of keys that it sees.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Hugging Face's trainer, with checkpoints of indexers alone and figures of each layer."""
+"""Hugging Face's trainer, with checkpoints of only the indexers, and figures of each layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDEXERS = "indexers"
 
 
 class NotFiniteError(RuntimeError):
-    """Too many steps had gradients that are not finite; the message names the layer where it began."""
+    """Too many steps had gradients that are not finite; the message names the first such layer."""
 
 
 class DistillationTrainer(Trainer):
@@ -34,11 +34,11 @@ class DistillationTrainer(Trainer):
 
     Args:
         model: The model.
-        args: As transformers knows them.
+        args: The arguments of transformers.
         train_dataset: The samples, which are taken in their order.
-        about: What the marker of a checkpoint says.
-        topk: How many keys recall and mass are measured with.
-        query_block: How many queries share a list where the indexers are used.
+        about: The content of a checkpoint's marker.
+        topk: How many selected keys recall and mass are measured with.
+        query_block: How many queries share their top-k where the indexers are used.
         keep: How many checkpoints are kept.
         max_skipped: How many steps in a row may be skipped because their gradients are not finite.
     """
@@ -71,13 +71,13 @@ class DistillationTrainer(Trainer):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # pyright: ignore[reportArgumentType]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds KL, recall and mass, means over the layers, and writes those of each layer to the curves."""
+        """Adds the layers' means of KL, recall and mass, and writes the values of each layer to the curves."""
         if "loss" in logs:
             layers = self._figures()
             for name in FIGURES:
-                told = [figures[name] for figures in layers.values() if name in figures]
-                if told:
-                    logs[name] = sum(told) / len(told)
+                values = [figures[name] for figures in layers.values() if name in figures]
+                if values:
+                    logs[name] = sum(values) / len(values)
             logs["skipped"] = self.skip.skipped
             if self.args.should_save:
                 self._write_curves({"step": self.state.global_step, **logs, "layers": layers})
@@ -87,9 +87,9 @@ class DistillationTrainer(Trainer):
         """The layers' figures, means over the processes."""
         found = self.distiller.figures()
         names = [(layer, name) for layer, figures in found.items() for name in figures]
-        told = torch.tensor([found[layer][name] for layer, name in names], device=self.args.device)
-        told = self.accelerator.reduce(told, "mean")
-        for (layer, name), value in zip(names, told.tolist(), strict=True):  # pyright: ignore[reportAttributeAccessIssue]
+        values = torch.tensor([found[layer][name] for layer, name in names], device=self.args.device)
+        values = self.accelerator.reduce(values, "mean")
+        for (layer, name), value in zip(names, values.tolist(), strict=True):  # pyright: ignore[reportAttributeAccessIssue]
             found[layer][name] = value
         return found
 
@@ -118,7 +118,7 @@ class DistillationTrainer(Trainer):
         return str(self.output / checkpoints.STAGING if self._staging else self.output)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Has it written under another name, and renames it when all of it is there."""
+        """Writes it under another name, and renames it when it is complete."""
         name = f"{checkpoints.PREFIX}{self.state.global_step}"
         staged = self.output / checkpoints.STAGING
         if self.args.should_save:
@@ -142,7 +142,7 @@ class DistillationTrainer(Trainer):
     def _failed(self, what: str, error: Exception) -> CheckpointError:
         last = checkpoints.latest(self.output)
         kept = "there is no checkpoint yet" if last is None else f"the last good checkpoint is {last}, and is kept"
-        return CheckpointError(f"{what} could not be written ({error}): {kept}; make room, and go on with --resume")
+        return CheckpointError(f"{what} could not be written ({error}): {kept}; make room, and resume with --resume")
 
 
 def write_indexers(folder: Path, model: Distiller, topk: int, query_block: int) -> None:
@@ -153,7 +153,7 @@ def write_indexers(folder: Path, model: Distiller, topk: int, query_block: int) 
 
 
 class Measure(TrainerCallback):
-    """Has recall and mass measured in the steps that are logged, and the last step logged."""
+    """Measures recall and mass in the steps that are logged, and logs the last step."""
 
     def __init__(self, model: Distiller, topk: int) -> None:
         self.model, self.topk = model, topk
@@ -173,7 +173,7 @@ class Measure(TrainerCallback):
 
 
 class SkipNotFinite(TrainerCallback):
-    """Leaves a step out if a gradient of it is not finite, counts such steps, and stops when there are too many."""
+    """Skips a step if one of its gradients is not finite, counts such steps, and stops when there are too many."""
 
     def __init__(self, model: Distiller, most: int) -> None:
         self.model, self.most = model, most
@@ -182,13 +182,13 @@ class SkipNotFinite(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Takes up the count of the run that is resumed."""
+        """Restores the count of the resumed run."""
         self.skipped = int(next((x["skipped"] for x in reversed(state.log_history) if "skipped" in x), 0))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """After the gradients of all processes were reduced, so that they all decide alike."""
+        """After the gradients of all processes were reduced, so that all decide the same."""
         broken = self.model.take_broken()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -196,7 +196,7 @@ class SkipNotFinite(TrainerCallback):
             self.in_a_row = 0
             return
         for parameter in parameters:
-            parameter.grad = None  # an optimizer leaves such a parameter, and what it knows of it, as they are
+            parameter.grad = None  # an optimizer leaves such a parameter and its state unchanged
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         where = f"layer {broken[0]}" if broken else "another process, or the backward of a layer"
         what = f"step {state.global_step + 1}: gradients are not finite, from {where} on"
@@ -209,7 +209,7 @@ class SkipNotFinite(TrainerCallback):
 
 
 class Progress(ProgressCallback):
-    """The progress bar, with what was logged last behind it."""
+    """The progress bar, followed by the last logged values."""
 
     def on_log(
         self,
@@ -226,7 +226,7 @@ class Progress(ProgressCallback):
 
 
 def _with_nulls(line: Any) -> Any:
-    """A line whose floats are finite or ``None``, as JSON has them."""
+    """A line whose floats are finite or ``None``, for JSON."""
     if isinstance(line, dict):
         return {key: _with_nulls(value) for key, value in line.items()}
     return None if isinstance(line, float) and not math.isfinite(line) else line

@@ -1,7 +1,7 @@
-"""What sparse attention costs a model and what it gains: the same contexts for every method, and one report.
+"""Evaluation of sparse attention: quality and time of every method on the same contexts, and one report.
 
 ``streamkl oracle``, ``streamkl evaluate`` and ``streamkl lm-eval`` run it; nothing else imports it. ``haystack`` cuts
-passages from text, ``tasks`` makes contexts of them, ``methods`` says what is compared, ``subject`` is the model,
-``layers`` looks into its layers, ``run`` goes through them all, ``records`` keeps what was found, ``statistics`` and
-``summary`` say what it means, ``plots`` and ``report`` show it.
+passages from text, ``tasks`` makes contexts of them, ``methods`` has the compared methods, ``subject`` is the model,
+``layers`` measures its layers, ``run`` runs everything, ``records`` stores results, ``statistics`` and ``summary``
+compute figures, ``plots`` and ``report`` show them.
 """

@@ -21,9 +21,10 @@ class SparseLM(HFLM):
 
     Args:
         pretrained: A name or a folder.
-        selector: ``oracle``, ``window`` or ``random``; if not given, the indexers, or what the model was saved with.
-        topk: How many keys a list has; 256 with a selector, what the indexers were saved with without.
-        query_block: How many queries share a list; 64, or the same.
+        selector: ``oracle``, ``window`` or ``random``; if not given, the indexers, or the saved selector of the model.
+        topk: How many keys are selected per query block; by default 256 with a selector, else as the indexers were
+            saved.
+        query_block: How many queries share their top-k; by default 64 with a selector, else as the indexers were saved.
         indexers: A folder of indexers.
         decode: ``sparse`` or ``dense``: how the tokens after a prompt attend; sparse, or as a model was saved.
         kwargs: As ``hf`` takes them.
@@ -35,12 +36,12 @@ class SparseLM(HFLM):
     ) -> None:  # fmt: skip
         if str(kwargs.get("batch_size") or 1) != "1":
             raise ValueError(
-                f"batch_size must be 1: got {kwargs['batch_size']}; padding would choose keys where queries share lists"
+                f"batch_size must be 1: got {kwargs['batch_size']}; padding would select keys for its query block"
             )
         if selector is not None and selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}: got {selector!r}")
         if selector is not None and indexers is not None:
-            raise ValueError("selector and indexers are two ways to select: give one of them")
+            raise ValueError("selector and indexers exclude each other: give one of them")
         if selector is None and indexers is None and (topk is not None or query_block is not None):
             raise ValueError("topk and query_block go with a selector or with indexers: give one of them")
         super().__init__(pretrained, **kwargs)  # pyright: ignore[reportCallIssue]  # lm-eval's decorator hides its types
@@ -64,7 +65,7 @@ class SparseLM(HFLM):
             ).make(activation)  # pyright: ignore
             sparsify(model, chosen, loaded, decode=decode)
         elif saved_sparse is None:
-            sparsify(model, decode=decode)  # a model with indexers of its own; for others it says what is missing
+            sparsify(model, decode=decode)  # a model with indexers of its own; it raises for others
         elif decode is not None:
             sparsify(model, saved_sparse.selector, saved_sparse.indexers, decode=decode)
 

@@ -1,4 +1,4 @@
-"""Passages of exactly as many tokens as are asked for, cut from a user's text at random places."""
+"""Passages of an exact number of tokens, cut from a user's text at random places."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from streamkl.text import Document, TextError, documents
 
 CHARACTERS = 1 << 28
-"""How many characters of text are kept; what comes after them is not used."""
+"""How many characters of text are kept; the rest is not used."""
 
 PER_TOKEN = 5
-"""Characters that a token is guessed to have."""
+"""An estimate of the characters per token."""
 
 
 class Book(NamedTuple):
@@ -30,7 +30,7 @@ class Haystack:
 
     Attributes:
         books: Those that have text.
-        digest: Of all text, by which a run knows it again.
+        digest: Of all text, to recognise it.
     """
 
     def __init__(self, books: Iterable[Book], tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Recall and covered mass of every method's lists, layer by layer, on the queries and keys of the dense model."""
+"""Recall and attention mass of every method, layer by layer, on the queries and keys of the dense model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from streamkl.integrations.transformers import Attended
 from streamkl.sparse import AttentionCall, IndexTensors
 
 ROWS = 256
-"""How many queries are looked at: the last of a text, which have the most keys to choose from."""
+"""How many queries are measured: the last of a text, which see the most keys."""
 
 
 class Layers(NamedTuple):
-    """A number for each layer that selects, by the number of the layer.
+    """A value per layer that selects, by the number of the layer.
 
     Attributes:
-        recall: The share of the oracle's keys of a query that are in its list.
-        mass: The share of attention that falls on the keys of the list.
+        recall: The share of the oracle's keys of a query that are selected.
+        mass: The share of attention on the selected keys.
     """
 
     recall: dict[int, float]
@@ -31,7 +31,7 @@ class Layers(NamedTuple):
 
 @torch.no_grad()
 def look(subject: Subject, ids: list[int], methods: list[Method]) -> dict[Method, Layers]:
-    """What each method would choose while the model attends densely: one forward for all that share indexers."""
+    """The selection of each method while the model attends densely: one forward for all methods of one folder."""
     found = {method: Layers({}, {}) for method in methods if method != DENSE}
     folders = {m.selector if m.selector in subject.indexers else "" for m in found}
     for folder in sorted(folders):
@@ -44,11 +44,11 @@ def look(subject: Subject, ids: list[int], methods: list[Method]) -> dict[Method
             lse = streamkl.attention_lse(call.q, call.k, scale=call.scale, causal=True)
             call = call._replace(lse=lse)
             for method in mine:
-                lists = subject.selector(method).select(call)
-                lists = lists.repeat_interleave(method.query_block, 1)[:, : call.q.shape[2]]
-                asked = {"scale": call.scale, "lse": lse}
-                found[method].recall[attended.layer] = float(streamkl.topk_recall(call.q, call.k, lists, **asked))
-                found[method].mass[attended.layer] = float(streamkl.attention_mass(call.q, call.k, lists, **asked))
+                indices = subject.selector(method).select(call)
+                indices = indices.repeat_interleave(method.query_block, 1)[:, : call.q.shape[2]]
+                options = {"scale": call.scale, "lse": lse}
+                found[method].recall[attended.layer] = float(streamkl.topk_recall(call.q, call.k, indices, **options))
+                found[method].mass[attended.layer] = float(streamkl.attention_mass(call.q, call.k, indices, **options))
 
         with subject.model.streamkl.watch(watcher):
             subject.model.base_model(torch.tensor([ids], device=subject.model.device), use_cache=False)

@@ -1,4 +1,4 @@
-"""What is compared: dense attention, and every selector with every budget and query_block."""
+"""The compared methods: dense attention, and every selector with every budget and query block."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, Selector, WindowSelector
 
 SELECTORS = {"oracle": OracleSelector, "window": WindowSelector, "random": RandomSelector}
-"""Those that need no training, by name."""
+"""Selectors that need no training, by name."""
 
 
 class Method(NamedTuple):
-    """Dense attention, or a way to select keys.
+    """Dense attention, or a selector with its budget and query block.
 
     Attributes:
         selector: ``dense``, a name of `SELECTORS`, or the name of a folder of indexers.
-        topk: The budget: how many keys a list has.
-        query_block: How many queries share a list.
+        topk: The budget: how many keys are selected per query block.
+        query_block: How many queries share their top-k.
     """
 
     selector: str
@@ -27,14 +27,14 @@ class Method(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As records have it: ``dense``, ``oracle k256 b64``."""
+        """The name in records: ``dense``, ``oracle k256 b64``."""
         return self.selector if self == DENSE else f"{self.selector} k{self.topk} b{self.query_block}"
 
     def make(self, activation: str | None = "relu") -> Selector:
-        """The selector; not for dense attention. Indexers compare probabilities, which they were trained to give.
+        """The selector; not for dense attention. Indexers compare probabilities, as they were trained to.
 
         Args:
-            activation: Of the indexers, if it is one of theirs.
+            activation: Of the indexers, if it is a folder of them.
         """
         if self.selector in SELECTORS:
             return SELECTORS[self.selector](self.topk, self.query_block)

@@ -1,4 +1,4 @@
-"""What a run goes through."""
+"""The plan of an evaluation."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from streamkl.evaluation.tasks import TASKS
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
+    """The tasks, lengths and methods of a run.
 
     Attributes:
         tasks: Names of ``TASKS``.
         lengths: Tokens of a context.
         selectors: Names of ``SELECTORS``, and of folders of indexers.
-        budgets: How many keys a list has.
-        query_blocks: How many queries share a list.
-        contexts: How many there are of each length and task with an answer.
-        segments: How many passages of each length are scored for perplexity.
-        layer_segments: On how many of these each layer's lists are looked at.
+        budgets: How many keys are selected per query block.
+        query_blocks: How many queries share their top-k.
+        contexts: How many there are per length and task with an answer.
+        segments: How many passages per length are scored for perplexity.
+        layer_segments: On how many of these recall and mass of each layer are measured.
         seed: Of the contexts.
     """
 
@@ -38,8 +38,10 @@ class Plan:
         for task in self.tasks:
             if task not in TASKS:
                 raise ValueError(f"a task is one of {', '.join(TASKS)}: got {task!r}")
-        if self.lengths and self.query_blocks and self.largest_block > min(self.lengths):
-            raise ValueError(f"a query block of {self.largest_block} queries is longer than {min(self.lengths)} tokens")
+        if self.lengths and self.query_blocks and self.largest_query_block > min(self.lengths):
+            raise ValueError(
+                f"a query block of {self.largest_query_block} queries is longer than {min(self.lengths)} tokens"
+            )
         for name in ("lengths", "budgets", "query_blocks"):
             wrong = [number for number in getattr(self, name) if number < (2 if name == "lengths" else 1)]
             if wrong or not getattr(self, name):
@@ -48,10 +50,10 @@ class Plan:
                 )
 
     @property
-    def largest_block(self) -> int:
-        """Whose last rows are scored apart."""
+    def largest_query_block(self) -> int:
+        """The query block whose last rows are also scored apart."""
         return max(self.query_blocks)
 
     def methods(self, length: int) -> list[Method]:
-        """What is compared at a length."""
+        """The methods compared at a length."""
         return grid(self.selectors, self.budgets, self.query_blocks, length)

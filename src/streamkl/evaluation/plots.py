@@ -1,4 +1,4 @@
-"""Pictures of a run. Needs matplotlib, from the ``bench`` extra."""
+"""Plots of a run. Needs matplotlib, from the ``bench`` extra."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from streamkl.evaluation.summary import Figure, Gap, LayerFigure, method_of
 
 COLOURS = {"oracle": "#1f77b4", "window": "#d95f02", "random": "#7f7f7f"}
 MORE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e")
-"""Of selectors, and of folders of indexers."""
+"""Colours of selectors, and of folders of indexers."""
 
-NAMES = {"oracle": "oracle", "window": "window + sinks", "random": "random"}
+NAMES = {"oracle": "oracle", "window": "recency (window + sinks)", "random": "random"}
 TASKS = {"needle": "needle", "multikey": "multi-key needle", "tracking": "variable tracking"}
-PANELS = {"recall": "recall of the oracle's keys", "mass": "attention mass on listed keys"}
+PANELS = {"recall": "recall of the oracle's keys", "mass": "attention mass on selected keys"}
 BESIDE = ((4, 4), (4, -10), (-16, 4), (-16, -10), (4, 12), (-16, 12), (-6, 20), (4, -18), (-16, -18))
-"""Where a number may stand beside its point, in points, the best places first."""
+"""Offsets of a number from its point, in points, the best places first."""
 TICKS = 7
-"""Times beside an axis, at most, where there are any."""
+"""The most ticks of a time axis."""
 GAPS = {"oracle": "oracle gap", "indexer": "indexer gap", "realization": "realization gap"}
 
 
 def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[LayerFigure], where: str) -> list[Path]:
-    """Writes the pictures that there are results for, and returns their paths."""
+    """Writes the plots that there are results for, and returns their paths."""
     pictures = {
         "frontier": lambda: frontier(figures), "quality": lambda: quality(figures), "gaps": lambda: gap_bars(gaps),
         "layers": lambda: heat_map(layers),
@@ -50,7 +50,7 @@ def draw(folder: Path, figures: list[Figure], gaps: list[Gap], layers: list[Laye
 
 
 def quality(figures: list[Figure]) -> Picture | None:
-    """Quality against budget: a row a length, a column a task, a line for each selector and query_block."""
+    """Quality against budget: a row per length, a column per task, a line per selector and query block."""
     tasks, lengths = _tasks(figures), sorted({f.length for f in figures})
     if not any(f.method != DENSE for f in figures):
         return None
@@ -69,12 +69,12 @@ def quality(figures: list[Figure]) -> Picture | None:
         if budgets:
             axes.set_xlim(budgets[0] / 1.3, budgets[-1] * 1.3)
         if length == lengths[-1]:
-            axes.set_xlabel("keys of a list (budget)")
-    return _finish(picture, grid, "What a budget of keys is worth")
+            axes.set_xlabel("selected keys (budget)")
+    return _finish(picture, grid, "Quality against budget")
 
 
 def frontier(figures: list[Figure]) -> Picture | None:
-    """Quality against the time to the first token, a point a method, its budget beside it."""
+    """Quality against the time to the first token, a point per method, its budget beside it."""
     tasks, lengths = _tasks(figures), sorted({f.length for f in figures})
     if not any(f.method != DENSE for f in figures):
         return None
@@ -89,9 +89,9 @@ def frontier(figures: list[Figure]) -> Picture | None:
                 axes.axvline(f.seconds, color="black", linewidth=0.8, linestyle=":")
         _dense(axes, here, task, label=None)
         if task != "perplexity":
-            axes.set_ylim(-3, 116)  # budgets stand above the best
+            axes.set_ylim(-3, 116)  # room for budgets above the best
         axes.set_xscale("log")
-        if here:  # a run that was stopped has panels without results
+        if here:  # an interrupted run has panels without results
             _seconds_axis(axes, [f.seconds for f in here])
         if length == lengths[-1]:
             axes.set_xlabel("time to first token (s)")
@@ -125,7 +125,7 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 
 def gap_bars(gaps: list[Gap]) -> Picture | None:
-    """Each gap at each budget, with intervals: a row a length, a column a task."""
+    """Each gap at each budget, with intervals: a row per length, a column per task."""
     if not gaps:
         return None
     tasks, lengths = list(dict.fromkeys(g.task for g in gaps)), sorted({g.length for g in gaps})
@@ -140,18 +140,18 @@ def gap_bars(gaps: list[Gap]) -> Picture | None:
                 if (g.task, g.length, g.topk) == (task, length, budget):
                     at = kinds.index(_kind(g)) + 0.8 * ((n + 0.5) / len(budgets) - 0.5)
                     axes.bar(at, g.loss.value, 0.7 / len(budgets), color=shade, alpha=0.8, label=f"k = {budget}")
-                    axes.plot(at, g.loss.value, "o", color="black", markersize=3)  # to be seen where it is 0
+                    axes.plot(at, g.loss.value, "o", color="black", markersize=3)  # visible even at 0
                     _interval(axes, at, g.loss, "black")
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(kinds)), kinds, fontsize=7)
         axes.set_xlim(-0.6, len(kinds) - 0.4)
         name = "lost (%)" if task == "perplexity" else "lost (points)"
         axes.set_ylabel(f"{length:,} tokens\n{name}" if task == tasks[0] else name)
-    return _finish(picture, grid, "Where quality goes: three gaps apart")
+    return _finish(picture, grid, "Where quality is lost: three gaps")
 
 
 def heat_map(layers: list[LayerFigure]) -> Picture | None:
-    """Recall and mass: a column of cells a layer, a row a method; a row of panels a length."""
+    """Recall and mass: a column of cells per layer, a row per method; a row of panels per length."""
     if not layers:
         return None
     lengths, numbers = sorted({f.length for f in layers}), sorted(layers[0].recall)
@@ -175,12 +175,12 @@ def heat_map(layers: list[LayerFigure]) -> Picture | None:
         axes.set_xlabel("layer (at the right: mean over layers)", fontsize=8)
     if image is not None:
         picture.colorbar(image, ax=panels, pad=0.04, aspect=30, shrink=0.8)
-    picture.suptitle("What lists hold, layer by layer", fontsize=11)
+    picture.suptitle("Selected keys, layer by layer", fontsize=11)
     return picture
 
 
 def _kind(gap: Gap) -> str:
-    """What a group of bars is called."""
+    """The label of a group of bars."""
     selector = method_of(gap.worse).selector
     return f"{GAPS[gap.kind]}\n{selector},\n{_sharing(gap.query_block)}"
 
@@ -192,7 +192,7 @@ def _tasks(figures: list[Figure]) -> list[str]:
 def _grid(
     tasks: Sequence[str], lengths: Sequence[int], width: float, height: float
 ) -> tuple[Picture, list[tuple[str, int, Axes]]]:
-    """A picture of a row a length and a column a task, and its panels."""
+    """A figure with a row per length and a column per task, and its panels."""
     size = (max(6.5, 0.6 + width * len(tasks)), 1.5 + height * len(lengths))
     picture, panels = plt.subplots(len(lengths), len(tasks), figsize=size, layout="constrained", squeeze=False)
     grid = [(task, length, panels[m, n]) for n, task in enumerate(tasks) for m, length in enumerate(lengths)]
@@ -218,7 +218,7 @@ def _dense(axes: Axes, here: list[Figure], task: str, label: str | None = "dense
             axes.axhline(level, color="black", linewidth=1, linestyle="--", label=label)
     if task == "perplexity":
         worst = max((_shown(f).value for f in here), default=1.0)
-        if worst > 60:  # a method that breaks the model would press all others to the floor
+        if worst > 60:  # on a linear axis, a method that breaks the model would hide the differences of the others
             axes.set_yscale("symlog", linthresh=10)
             axes.set_ylim(min(-2.0, *(_shown(f).value for f in here)), 1.5 * worst)
             ticks = [tick for tick in (0, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000) if tick < 1.5 * worst]
@@ -253,7 +253,7 @@ def _interval(axes: Axes, x: float, e: Estimate, colour: str) -> None:
 
 
 def _seconds_axis(axes: Axes, seconds: list[float]) -> None:
-    """Ticks at round times within what was measured, as many as have room."""
+    """Ticks at round times within the measured range, as many as have room."""
     low, high = min(seconds) / 1.4, max(seconds) * 1.4
     ticks: list[float] = []
     for steps in ((1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9)):
@@ -265,11 +265,11 @@ def _seconds_axis(axes: Axes, seconds: list[float]) -> None:
 
 
 def _sharing(query_block: int) -> str:
-    return "a list a query" if query_block == 1 else f"a list for {query_block} queries"
+    return "per-query top-k" if query_block == 1 else f"query blocks of {query_block}"
 
 
 def _lines(here: list[Figure]) -> list[list[Figure]]:
-    """The points of each selector and query_block, in the order of first appearance, by rising budget."""
+    """The points of each selector and query block, in the order of first appearance, by rising budget."""
     found: dict[tuple[str, int], list[Figure]] = {}
     for f in here:
         if f.method != DENSE:
@@ -278,7 +278,7 @@ def _lines(here: list[Figure]) -> list[list[Figure]]:
 
 
 def _sign(picture: Picture, where: str) -> None:
-    """Says where it was measured, under the legend if there is one."""
+    """Adds the machine of the measurement, under the legend if there is one."""
     if picture.legends:
         legend = picture.legends[0]
         legend.set_title(where, prop=FontProperties(size=6))
@@ -288,7 +288,7 @@ def _sign(picture: Picture, where: str) -> None:
 
 
 def _finish(picture: Picture, grid: list[tuple[str, int, Axes]], title: str) -> Picture:
-    """The message, and one legend for all panels."""
+    """Adds the title, and one legend for all panels."""
     handles = {}
     for _, _, axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

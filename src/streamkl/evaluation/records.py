@@ -1,4 +1,4 @@
-"""What was found, a line of JSON each, added as it is found, so that a run that ends early goes on where it was."""
+"""Results on disk, one line of JSON each, appended as they are measured, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ NAME, START = "results.jsonl", b'{"run": '
 
 
 class Record(NamedTuple):
-    """One context with one method, or one method's lists in each layer.
+    """One context with one method, or the layers of one method.
 
     Attributes:
         task: A name of ``TASKS``, or ``layers``.
         length: Tokens of the context.
         number: Of the context.
         method: The name of the method.
-        found: What was measured, by name: ``right``, ``generated`` and ``answer``, or ``nll``, ``tokens``, ``nll_last``
-            and ``tokens_last``, and ``seconds`` of the prefill; for layers ``recall`` and ``mass``, a list each.
+        found: The measured values, by name: ``right``, ``generated`` and ``answer``, or ``nll``, ``tokens``,
+            ``nll_last`` and ``tokens_last``, and ``seconds`` of the prefill; for layers ``recall`` and ``mass``, by
+            layer.
     """
 
     task: str
@@ -32,17 +33,17 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, int, str]:
-        """What the record is of."""
+        """The identity of the record."""
         return self[:4]
 
 
 class Records:
-    """The file of a run, ``results.jsonl`` in its folder. The first line says what the run is of.
+    """The file of a run, ``results.jsonl`` in its folder. The first line has the identity of the run.
 
     Args:
-        folder: Is made if it is not there.
-        identity: All that a record depends on besides its key; under ``indexers``, the digests of folders by name, to
-            which a later run may add others.
+        folder: Is created if it does not exist.
+        identity: Everything that a record depends on besides its key; under ``indexers``, the digests of folders by
+            name, to which a later run may add others.
 
     Raises:
         ValueError: The folder holds a run of something else.
@@ -55,7 +56,7 @@ class Records:
         there, records = _split(lines)
         merged = identity if there is None else _merged(self.path, there, identity)
         if self.path.exists() and self.path.stat().st_size > whole:
-            os.truncate(self.path, whole)  # without a last line that was cut off as it was written
+            os.truncate(self.path, whole)  # drops a last line that was cut off
         if merged != there:
             _append(self.path, {"run": merged})
         self._records = {record.key: record for record in records}
@@ -70,13 +71,13 @@ class Records:
         return len(self._records)
 
     def add(self, record: Record) -> None:
-        """Keeps a record, on disk too."""
+        """Stores a record, also on disk."""
         _append(self.path, record._asdict())
         self._records[record.key] = record
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[Record]]:
-    """What the run in a folder is of, and its records."""
+    """The identity of the run in a folder, and its records."""
     there, records = _split(_whole_lines(folder / NAME)[0])
     if there is None:
         raise ValueError(f"{folder} holds no run")
@@ -89,7 +90,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines of a file but a last one that was cut off as it was written, and how many bytes they are.
+    """The lines of a file, without a last one that was cut off, and how many bytes they are.
 
     Raises:
         ValueError: It is a file of something else, or damaged.
@@ -103,18 +104,18 @@ def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         try:
             lines.append(json.loads(line))
         except ValueError:
-            raise ValueError(f"line {number} of {path} is damaged: delete it, and the same command goes on") from None
+            raise ValueError(f"line {number} of {path} is damaged: delete it, and the same command resumes") from None
     return lines, whole
 
 
 def _split(lines: list[dict[str, Any]]) -> tuple[dict[str, Any] | None, list[Record]]:
-    """What the run is of, as its last line about it says, and the records."""
+    """The identity of the run, from the last line that has it, and the records."""
     runs = [line["run"] for line in lines if "run" in line]
     return runs[-1] if runs else None, [Record(**line) for line in lines if "run" not in line]
 
 
 def _merged(path: Path, there: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
-    """What both runs are of; indexers that only one of them has are no contradiction."""
+    """The identity of both runs; indexers that only one of them has are no contradiction."""
     old, new = (_flat(each) for each in (there, identity))
     for name in sorted(old.keys() & new.keys()):
         if old.get(name) != new.get(name):

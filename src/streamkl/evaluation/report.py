@@ -1,4 +1,4 @@
-"""The report of a run: ``report.md`` for people, ``report.json`` for programs, and the pictures."""
+"""The report of a run: ``report.md`` for people, ``report.json`` for programs, and plots."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ TITLES = {
     "perplexity": "Perplexity of passages",
 }
 GAPS = {
-    "oracle": "oracle gap: dense attention to the best keys of every query (the budget)",
-    "indexer": "indexer gap: the best keys to those an indexer predicts (the prediction)",
-    "realization": "realization gap: per-query top-k to top-k shared by a query block",
+    "oracle": "oracle gap: dense attention to the oracle's per-query top-k (the budget)",
+    "indexer": "indexer gap: the oracle's keys to those that an indexer predicts (the prediction)",
+    "realization": "realization gap: per-query top-k to top-k shared by a query block (the sharing)",
 }
 
 
 class Table(NamedTuple):
-    """Names of columns, and what stands in each row."""
+    """Names of columns, and the cells of each row."""
 
     head: list[str]
     rows: list[list[str]]
 
 
 class Report(NamedTuple):
-    """The files of a report; pictures are among them if matplotlib is there. And its tables, by task."""
+    """The files of a report, with plots if there is matplotlib; and its tables, by task."""
 
     files: list[Path]
     tables: dict[str, Table]
@@ -44,7 +44,7 @@ def write(folder: Path, facts: dict[str, str]) -> Report:
 
     Args:
         folder: Holds ``results.jsonl``.
-        facts: Where the run was made.
+        facts: The machine of the run.
     """
     run, records = files.read(folder)
     shown, lost, layers = figures(records), gaps(records), layer_figures(records)
@@ -75,10 +75,10 @@ def markdown(
     there = {path.stem: path.name for path in pictures}
     lines = [f"# Sparse attention in {run.get('model', 'a model')}", ""]
     lines += [
-        f"{run['dtype']}, seed {run['seed']}, tokens after the first attend {run['decode']}; {where(facts)}.", "",
-        "Every method was run on the same contexts. Answers are generated, the likeliest token each time. Intervals "
-        "are of 95%: Wilson's for a rate, Newcombe's for the difference of two rates on the same contexts, Student's "
-        "over passages for perplexity. The time is the median of the prefills, on this machine.", "",
+        f"{run['dtype']}, seed {run['seed']}, {run['decode']} decoding; {where(facts)}.", "",
+        "Every method was run on the same contexts. Answers are generated greedily. Intervals are of 95%: Wilson's for "
+        "a rate, Newcombe's for the difference of two rates on the same contexts, Student's over passages for "
+        "perplexity. The time is the median of the prefills, on this machine.", "",
     ]  # fmt: skip
     if "frontier" in there:
         lines += [f"![Quality against time to first token]({there['frontier']})", ""]
@@ -88,9 +88,9 @@ def markdown(
         lines += [f"## {TITLES.get(task, task)}", "", *_markdown(table.head, table.rows), ""]
         if task == "perplexity":
             lines += [
-                f"Queries that share a list choose for one another, so a later one may choose for an earlier one whose "
-                f"next token is scored. The last query of a query block has none after it: `last rows` is of every "
-                f"{run['largest_block']}th row alone, the same rows for every method.", "",
+                f"The queries of a block share their top-k, so a later query can select keys for an earlier one whose "
+                f"next token is scored. The last query of a block has none after it: `last rows` is of only every "
+                f"{run['largest_query_block']}th row, the same rows for every method.", "",
             ]  # fmt: skip
     if lost:
         lines += ["## Gaps", "", *(f"- {text}" for text in GAPS.values()), "", *_gap_table(lost), ""]
@@ -110,7 +110,7 @@ def where(facts: dict[str, str]) -> str:
 
 
 def _table(shown: list[Figure]) -> Table:
-    """A row for each length and method of one task."""
+    """A row per length and method of one task."""
     is_rate = shown[0].change_last is None
     head = ["tokens", "method", *(("contexts", "right") if is_rate else ("passages", "perplexity"))]
     head += ["against dense", "first token"]
@@ -152,9 +152,8 @@ def _layer_table(layers: list[LayerFigure]) -> list[str]:
         rows.append(row)
     head = ["tokens", "method", "passages", "recall", "lowest", "mass", "lowest"]
     return [
-        "The last queries of passages, on the queries and keys of the dense model: the share of the oracle's keys of "
-        "each query that a method lists (recall), and the share of attention on listed keys (mass), means over "
-        "layers.", "",
+        "The last queries of passages, on the queries and keys of the dense model: the share of the oracle's keys that "
+        "a method selects (recall), and the share of attention on selected keys (mass), means over layers.", "",
         *_markdown(head, rows),
     ]  # fmt: skip
 
@@ -186,12 +185,12 @@ def _loss(e: Estimate, unit: str) -> str:
 
 
 def _interval(e: Estimate, form: str) -> str:
-    """Empty for a mean of one value, which has none."""
+    """The interval; empty for a mean of one value, which has none."""
     return f" [{e.low:{form}}, {e.high:{form}}]" if math.isfinite(e.low) and math.isfinite(e.high) else ""
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: named tuples as objects, and no numbers that JSON does not know."""
+    """A value for JSON: named tuples as objects, and ``None`` for numbers that JSON does not have."""
     if isinstance(value, Estimate):
         return _plain(value._asdict())
     if isinstance(value, dict):

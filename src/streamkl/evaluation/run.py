@@ -1,4 +1,4 @@
-"""Goes through lengths, contexts and methods, and keeps what it finds; what is there already is not done again."""
+"""Runs all lengths, contexts and methods of a plan, and stores the results; existing results are not repeated."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from streamkl.evaluation.records import Record, Records
 from streamkl.evaluation.subject import Subject
 from streamkl.evaluation.tasks import Context, build, is_right
 
-VERSION = 2
-"""Of contexts and selections: a run with other templates or lists does not go on with this one's results."""
+VERSION = 3
+"""Of contexts, selections and records: a run does not resume from the results of another version."""
 
 MORE = 1
-"""How many tokens may be generated beyond those that the answer takes."""
+"""How many tokens are generated beyond the length of the answer."""
 
 
 class Step(NamedTuple):
-    """One context with one method, or all methods' lists on it."""
+    """One context with one method, or the layers of all methods on it."""
 
     task: str
     length: int
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Evaluation:
-    """A plan, a model and text; ``identity`` is what results depend on besides, by name."""
+    """A plan, a model and text; ``identity`` holds what else results depend on, by name."""
 
     plan: Plan
     subject: Subject
@@ -44,31 +44,31 @@ class Evaluation:
     identity: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuses, before anything runs or is written, what the model, the text or the plan does not do for.
+        """Refuses an unsuitable plan, model or text before anything runs or is written.
 
         Raises:
             ValueError: A length is too long, all budgets are, or the model cannot attend to selected keys.
         """
         for length in self.plan.lengths:
             if self.plan.selectors and self.plan.methods(length) == [DENSE]:
-                raise ValueError(f"no budget is below {length:,} tokens: lists of all keys are dense attention")
+                raise ValueError(f"no budget is below {length:,} tokens: a top-k of all keys is dense attention")
         longest = max(self.plan.lengths)
         self.subject.check_length(longest)
         for task, length in itertools.product(self.plan.tasks, (min(self.plan.lengths), longest)):
             build(task, length, 0, seed=self.plan.seed, haystack=self.haystack)
-        for method in self.plan.methods(longest)[1:2]:  # what makes a model sparse says which models it knows
+        for method in self.plan.methods(longest)[1:2]:  # sparsify refuses models that it does not know
             self.subject.use(method)
             self.subject.use(DENSE)
 
     def run(self, folder: Path, progress: Progress) -> Records:
-        """Does what is not in the folder yet."""
+        """Runs the steps whose results are not in the folder yet."""
         records = Records(folder, self.full_identity())
         steps = [step for step in (_left(step, records) for step in self.steps()) if step.methods]
         bar = progress.add_task("", total=len(steps))
         self._warm_up(steps)
         context: Context | None = None
         for step in steps:
-            progress.update(bar, description=_told(step, records))
+            progress.update(bar, description=_description(step, records))
             if context is None or (context.task, context.length, context.number) != step[:3]:
                 context = self.context(step)
             for record in self.do(step, context):
@@ -77,7 +77,7 @@ class Evaluation:
         return records
 
     def steps(self) -> Iterator[Step]:
-        """All there is to do: context by context, so that a run that ends early has all methods on those it did."""
+        """All steps, context by context, so that an interrupted run has all methods on its finished contexts."""
         plan = self.plan
         counts = {task: plan.segments if task == "perplexity" else plan.contexts for task in plan.tasks}
         for length, number in itertools.product(plan.lengths, range(max(counts.values(), default=0))):
@@ -90,7 +90,7 @@ class Evaluation:
                 yield Step("layers", length, number, sparse)
 
     def context(self, step: Step) -> Context:
-        """The context of a step; layers are looked at on passages that are scored for perplexity."""
+        """The context of a step; layers are measured on passages that are scored for perplexity."""
         task = "perplexity" if step.task == "layers" else step.task
         context = build(task, step.length, step.number, seed=self.plan.seed, haystack=self.haystack)
         return context._replace(task=step.task)
@@ -127,8 +127,8 @@ class Evaluation:
     def _scored(self, context: Context) -> dict[str, Any]:
         losses = self.subject.losses(context.ids)
         rows = losses.rows.double()
-        # The last query of a query block has no later one that chooses keys for it.
-        last = rows[self.plan.largest_block - 1 :: self.plan.largest_block]
+        # No later query selects keys for the last query of a block.
+        last = rows[self.plan.largest_query_block - 1 :: self.plan.largest_query_block]
         return {
             "nll": float(rows.sum()), "tokens": len(rows), "nll_last": float(last.sum()), "tokens_last": len(last),
             "seconds": round(losses.seconds, 4), "book": context.book,
@@ -139,18 +139,18 @@ class Evaluation:
         return {
             **self.identity, "weights": self.subject.fingerprint, "seed": self.plan.seed,
             "text": self.haystack.digest, "decode": self.subject.decode,
-            "dtype": str(self.subject.model.dtype).removeprefix("torch."), "largest_block": self.plan.largest_block,
-            "version": VERSION,
+            "dtype": str(self.subject.model.dtype).removeprefix("torch."),
+            "largest_query_block": self.plan.largest_query_block, "version": VERSION,
         }  # fmt: skip
 
 
 def _left(step: Step, records: Records) -> Step:
-    """What of a step is not done yet."""
+    """The part of a step that is not done yet."""
     return step._replace(methods=tuple(m for m in step.methods if (*step[:3], m.name) not in records))
 
 
-def _told(step: Step, records: Records) -> str:
-    """What the progress bar says."""
+def _description(step: Step, records: Records) -> str:
+    """The text of the progress bar."""
     if step.task == "layers":
         return f"layers {step.length:,} #{step.number}"
     method = step.methods[0].name

@@ -1,4 +1,4 @@
-"""The model that is looked at: loaded once, switched from method to method, asked for answers and losses."""
+"""The evaluated model: loaded once, switched from method to method, asked for answers and losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Answer(NamedTuple):
-    """What was generated, and the seconds until its first token."""
+    """The generated text, and the seconds until its first token."""
 
     text: str
     seconds: float
@@ -45,10 +45,10 @@ class Subject:
         indexers: Folders of indexers, by the name that methods have for them.
         dtype: Of the weights.
         device: Of the model.
-        decode: How the tokens after the first attend: selected for as those of the prompt, or densely.
+        decode: How the tokens after the prompt attend: ``sparse`` or ``dense``.
 
     Attributes:
-        fingerprint: Of the weights, by which a run knows the model again: other models have a folder of that name, too.
+        fingerprint: Of the weights, to recognise the model: another model may have a folder of the same name.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Subject:
         }
 
     def check_length(self, length: int) -> None:
-        """Raises a ``ValueError`` if the model was made for shorter contexts."""
+        """Raises a ``ValueError`` if the context of the model is shorter."""
         check_length(self.model.config, length)
 
     def use(self, method: Method) -> None:
-        """Attends by a method from now on."""
+        """Switches the attention to a method."""
         if method != DENSE:
             sparsify(self.model, self.selector(method), self.indexers.get(method.selector), decode=self.decode)
             return
@@ -91,7 +91,7 @@ class Subject:
 
     @torch.no_grad()
     def answer(self, ids: list[int], steps: int) -> Answer:
-        """The next ``steps`` tokens, each the likeliest, fewer if the text ends."""
+        """The next ``steps`` tokens, greedily, fewer if the text ends."""
         prompt = torch.tensor([ids], device=self.model.device)
         out, seconds = self._timed(lambda: self.model(prompt, use_cache=True, logits_to_keep=1))
         ends, new = self._ends(), []
@@ -123,7 +123,7 @@ class Subject:
         return Losses(torch.cat(rows).cpu(), seconds)
 
     def _timed(self, function: Callable[[], T]) -> tuple[T, float]:
-        """What a function returns and how long it took, the device's work included."""
+        """The result of a function and its seconds, including the work of the device."""
         device = self.model.device
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         wait()
@@ -139,7 +139,7 @@ class Subject:
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a model, with which text can be looked at before the model is loaded.
+    """The tokenizer of a model, to check text before the model is loaded.
 
     Raises:
         ValueError: There is no model at that path.
@@ -158,5 +158,5 @@ def _fingerprint(model: torch.nn.Module) -> str:
 
 
 def digest(folder: Path) -> str:
-    """Of a folder of indexers, by which a run knows them again."""
+    """A digest of a folder of indexers, to recognise them."""
     return hashlib.sha256(marker(folder).read_bytes()).hexdigest()[:16]

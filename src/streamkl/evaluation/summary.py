@@ -1,4 +1,4 @@
-"""What records say: the figures of every method, and the three gaps apart."""
+"""Summary of records: the figures of every method, and three gaps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamkl.evaluation.records import Record
 from streamkl.evaluation.statistics import Estimate, mean, paired_difference, wilson
 
 Found = dict[int, dict[str, Any]]
-"""What was measured, by the number of the context."""
+"""The measured values, by the number of the context."""
 
 
 class Figure(NamedTuple):
@@ -25,9 +25,9 @@ class Figure(NamedTuple):
         method: The method.
         contexts: How many it was run on.
         quality: The rate of right answers, from 0 to 1, or the perplexity.
-        change: Against dense attention on the same contexts: the difference of rates, or the share by which the
-            perplexity is higher.
-        change_last: The same for perplexity, on the last row of each query block alone; ``None`` for rates.
+        change: Against dense attention on the same contexts: the difference of rates, or the relative increase of the
+            perplexity.
+        change_last: The same for perplexity, on only the last row of each query block; ``None`` for rates.
         seconds: The median time of a prefill.
     """
 
@@ -42,7 +42,7 @@ class Figure(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """What is lost between two methods, positive for a loss: points of rates, or percent of perplexity.
+    """The loss from one method to another, positive for a loss: points of rates, or percent of perplexity.
 
     Attributes:
         kind: ``oracle`` (the budget), ``indexer`` (the prediction) or ``realization`` (the query block).
@@ -50,7 +50,7 @@ class Gap(NamedTuple):
         length: Tokens of a context.
         topk: The budget.
         query_block: Of the worse method.
-        better: What it is compared with.
+        better: The method that it is compared with.
         worse: The method that loses.
         loss: How much, in percent.
     """
@@ -66,7 +66,7 @@ class Gap(NamedTuple):
 
 
 class LayerFigure(NamedTuple):
-    """Means over contexts of one method's recall and covered mass, by the number of the layer."""
+    """Means over contexts of a method's recall and attention mass, by the number of the layer."""
 
     length: int
     method: Method
@@ -88,7 +88,7 @@ def method_of(name: str) -> Method:
 
 
 def figures(records: Iterable[Record]) -> list[Figure]:
-    """One for each task, length and method, in the order of tasks and lengths."""
+    """One figure per task, length and method, in the order of tasks and lengths."""
     found = _grouped(records)
     return [
         _figure(task, length, method, mine, found.get((task, length, DENSE), {}))
@@ -99,18 +99,18 @@ def figures(records: Iterable[Record]) -> list[Figure]:
 def gaps(records: Iterable[Record]) -> list[Gap]:
     """Every gap whose two methods were run on the same contexts."""
     found = _grouped(records)
-    listed = []
+    made = []
     for task, length, method in found:
         for kind, better in _pairs(method):
             if (task, length, better) in found:
                 worse, other = found[task, length, method], found[task, length, better]
                 lost = _change(worse, other).scaled(100.0 if task == "perplexity" else -100.0)
-                listed.append(Gap(kind, task, length, method.topk, method.query_block, better.name, method.name, lost))
-    return listed
+                made.append(Gap(kind, task, length, method.topk, method.query_block, better.name, method.name, lost))
+    return made
 
 
 def layer_figures(records: Iterable[Record]) -> list[LayerFigure]:
-    """One for each length and method whose lists were looked at."""
+    """One figure per length and method whose layers were measured."""
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for record in records:
         if record.task == "layers":
@@ -141,7 +141,7 @@ def _figure(task: str, length: int, method: Method, mine: Found, dense: Found) -
 
 
 def _change(mine: Found, other: Found, which: str = "") -> Estimate:
-    """Of ``mine`` against ``other`` on the contexts of both: a difference of rates, or a share of perplexity."""
+    """The change from ``other`` to ``mine`` on the contexts of both: of rates, or relative of perplexity."""
     both = sorted(mine.keys() & other.keys())
     if both and "right" in mine[both[0]]:
         return paired_difference([mine[n]["right"] for n in both], [other[n]["right"] for n in both])
@@ -151,17 +151,17 @@ def _change(mine: Found, other: Found, which: str = "") -> Estimate:
 
 
 def _pairs(method: Method) -> list[tuple[str, Method]]:
-    """The gaps that a method is the worse end of, and their better ends."""
+    """The gaps in which a method is the worse one, with the better method of each."""
     if method == DENSE or method.selector in ("window", "random"):
         return []
-    listed = []
+    pairs = []
     if method.selector != "oracle":
-        listed.append(("indexer", method._replace(selector="oracle")))
+        pairs.append(("indexer", method._replace(selector="oracle")))
     elif method.query_block == 1:
-        listed.append(("oracle", DENSE))
+        pairs.append(("oracle", DENSE))
     if method.query_block > 1:
-        listed.append(("realization", method._replace(query_block=1)))
-    return listed
+        pairs.append(("realization", method._replace(query_block=1)))
+    return pairs
 
 
 def _means(each: list[dict[str, Any]], name: str) -> dict[int, float]:

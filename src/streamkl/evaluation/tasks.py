@@ -1,7 +1,7 @@
-"""The contexts of each task, made of passages: the same for the same seed, whoever is asked.
+"""The contexts of each task, made of passages: the same seed gives the same contexts for every method.
 
 Numbers are hidden in sentences between those of the prose, and asked for at the end; an answer is generated. The names
-and sentences are none that ``streamkl distill`` trains with.
+and sentences differ from those that ``streamkl distill`` trains with.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ KEYS = 2
 """How many numbers the multi-key needle hides."""
 
 HOPS = 2
-"""How many times the value of variable tracking is handed on."""
+"""How many times the value of variable tracking is passed on."""
 
 ENDS = (".", "!", "?", "\n", '."', ".”", "!”", "?”")
 """What a token ends with where a sentence may be inserted after it."""
 
 
 class Context(NamedTuple):
-    """What a model is given.
+    """The input of a model.
 
     Attributes:
         task: A name of `TASKS`.
         length: How many tokens ``ids`` has.
         number: Which of the task's contexts of that length it is.
         ids: The tokens.
-        answer: What must be generated after them; empty where the text itself is scored.
-        book: The text that the passage is from.
+        answer: The text that must be generated after them; empty where the text itself is scored.
+        book: The source of the passage.
     """
 
     task: str
@@ -76,7 +76,7 @@ def build(task: str, length: int, number: int, *, seed: int, haystack: Haystack)
 
 
 def is_right(context: Context, generated: str) -> bool:
-    """Whether the first number of what was generated is the answer."""
+    """Whether the first generated number is the answer."""
     found = re.search(r"\d[\d,]*", generated)
     return found is not None and found[0].replace(",", "") == context.answer
 
@@ -100,7 +100,7 @@ def _numbers(rng: random.Random, count: int) -> tuple[list[str], str, str]:
 
 
 def _tracking(rng: random.Random) -> tuple[list[str], str, str]:
-    """A value that is handed on from one variable to the next; that of the last is asked for."""
+    """A value that is passed on from one variable to the next; that of the last is asked for."""
     names = rng.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", HOPS + 1)
     answer = str(rng.randrange(10_000, 100_000))
     hidden = [f" The variable {names[0]} has the value {answer}."]

@@ -1,7 +1,6 @@
-"""Time to first token of a whole model through ``transformers``, dense against sparse, taken apart.
+"""Time to first token of a whole model through ``transformers``, dense against sparse, broken down.
 
 ``models.py`` makes a model of a published shape or loads a checkpoint, ``gate.py`` checks it, ``allocator.py`` keeps
-its memory, ``stopwatch.py`` tells where a pass spends its time, ``run.py`` measures, ``records.py`` keeps what it
-found, ``plots.py`` draws it; ``layer.py`` measures one layer without a model. All but that need the ``hf``
-extra.
+its memory, ``stopwatch.py`` breaks the time of a pass down, ``run.py`` measures, ``records.py`` stores the results,
+``plots.py`` draws them; ``layer.py`` measures one layer without a model. All but the last need the ``hf`` extra.
 """

@@ -17,7 +17,7 @@ COLOURS = {"projections": "#9ecae1", "selection": "#d95f02", "attention": "#1f77
 
 
 def draw(records: list[Prefill], path: Path) -> None:
-    """One row of bars a model: a bar a method and length, its parts side by side."""
+    """One row of bars per model: a bar per method and length, its parts side by side."""
     titles = list(dict.fromkeys(r.title for r in records))
     heights = [sum(r.title == title for r in records) for title in titles]
     figure, rows = plt.subplots(

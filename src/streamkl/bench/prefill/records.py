@@ -1,4 +1,4 @@
-"""What was measured of one way to read a prompt: one JSON object a line."""
+"""Results of prefill measurements on disk: one line of JSON per method and prompt length."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from streamkl.bench.prefill.stopwatch import PARTS
 
 @dataclass
 class Prefill:
-    """One way to read a prompt of some length.
+    """The prefill of a prompt by one method.
 
     Attributes:
         model: The shape or checkpoint.
-        random_weights: Whether its weights were drawn: then it is a stress test, and says nothing about quality.
+        random_weights: Whether its weights are random: then it is a stress test, and says nothing about quality.
         layers: How many layers it was run with.
         all_layers: How many the model has.
         tokens: Of the prompt.
         method: ``dense``, or the selector's name.
-        topk: Keys that a list has, 0 for dense.
-        query_block: Queries that share a list, 0 for dense.
+        topk: Selected keys per query block, 0 for dense.
+        query_block: Queries that share their top-k, 0 for dense.
         dtype: Of weights and activations.
         threads: CPU threads.
         keep_memory: Whether freed memory stayed with the process (`allocator`).
         seconds: Time to first token, every repetition.
         parts: Seconds of each part, of the repetition next to the median.
-        extra_bytes: What a pass added to its process at its peak.
+        extra_bytes: The memory that a pass added to its process at its peak.
         machine: Device, versions and commit.
-        date: When, in UTC.
+        date: The time of measurement, in UTC.
     """
 
     model: str
@@ -57,24 +57,22 @@ class Prefill:
 
     @property
     def title(self) -> str:
-        """The model, and what was done to it."""
+        """The model, and how it was run."""
         layers = "" if self.layers == self.all_layers else f", {self.layers} of {self.all_layers} layers"
         drawn = ", random weights (a stress test)" if self.random_weights else ""
-        handed_back = "" if self.keep_memory else ", freed memory handed back"
-        return f"{Path(self.model).name}{drawn}{layers}{handed_back}"
+        returned = "" if self.keep_memory else ", freed memory returned"
+        return f"{Path(self.model).name}{drawn}{layers}{returned}"
 
     @property
     def name(self) -> str:
         """The method and its budget."""
-        return (
-            self.method
-            if self.method == "dense"
-            else f"{self.method}, {self.topk:,} keys a query block of {self.query_block}"
-        )
+        if self.method == "dense":
+            return self.method
+        return f"{self.method}, {self.topk:,} keys per query block of {self.query_block}"
 
 
 def append(path: Path, record: Prefill) -> None:
-    """Adds a line, whole."""
+    """Appends a whole line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(asdict(record)) + "\n")
@@ -87,7 +85,7 @@ def read(path: Path) -> list[Prefill]:
 
 
 def table(records: list[Prefill]) -> list[tuple[str, ...]]:
-    """Rows for people: tokens, method, time to first token, times dense's, the parts, memory added."""
+    """Rows of text: tokens, method, time to first token, speed-up over dense, the parts, memory added."""
     rows = []
     for r in records:
         dense = [d for d in records if d.method == "dense" and (d.title, d.tokens) == (r.title, r.tokens)]
@@ -99,4 +97,4 @@ def table(records: list[Prefill]) -> list[tuple[str, ...]]:
 
 
 COLUMNS = ("tokens", "method", "seconds", "faster", *PARTS, "MB added")
-"""Of `table`. All times are seconds; ``faster`` is dense's time over this one's."""
+"""The columns of `table`. All times are seconds; ``faster`` is the speed-up over dense."""

@@ -1,6 +1,6 @@
-"""Measures time to first token: dense and sparse take turns in one process; memory, each in a process of its own.
+"""Measures time to first token: dense and sparse alternate in one process; memory, each in a process of its own.
 
-Run as ``python -m streamkl.bench.prefill.run REQUEST`` it makes one pass and prints what it added to the process.
+Run as ``python -m streamkl.bench.prefill.run REQUEST`` it makes one pass and prints the memory that it added.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ SELECTORS = {"indexer": IndexerSelector, "oracle": OracleSelector, "window": Win
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured.
+    """A measurement.
 
     Attributes:
         model: One of `models.SHAPES`, or the folder of a checkpoint.
-        tokens: Of the prompt, which is drawn.
+        tokens: Of the random prompt.
         layers: How many of the model's layers; all if ``None``.
         selector: One of `SELECTORS`.
         indexers: The folder of indexers; untrained ones if ``None``.
-        topk: Keys that a list has.
-        query_block: Queries that share a list.
+        topk: Selected keys per query block.
+        query_block: Queries that share their top-k.
         index_dim: Of untrained indexers.
         dtype: Of weights and activations.
         threads: CPU threads.
-        rounds: How often each takes its turn.
-        keep_memory: Whether freed memory stays with the process, for both ways alike (`allocator`).
+        rounds: How often each method runs.
+        keep_memory: Whether freed memory stays with the process, dense and sparse (`allocator`).
     """
 
     model: str
@@ -113,7 +113,7 @@ def _sparsify(model: PreTrainedModel, job: Job) -> SparseModel:
 
 
 def _parts(model: PreTrainedModel, handle: SparseModel | None) -> dict[nn.Module, str]:
-    """The modules whose time is told apart: linear maps of the layers, attention, and indexers."""
+    """The modules whose time is measured apart: linear maps of the layers, attention, and indexers."""
     attentions = family_of(model.config).attentions(model)
     layers = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == len(attentions)]
     parts: dict[nn.Module, str] = {m: "projections" for m in layers[0].modules() if isinstance(m, nn.Linear)}
@@ -133,7 +133,7 @@ def _record(job: Job, model: PreTrainedModel, method: str) -> Prefill:
 
 
 def _memory_alone(job: Job, method: str) -> int:
-    """What one pass adds to a process of its own at its peak."""
+    """The memory that one pass adds to a process of its own at its peak."""
     request = json.dumps({"job": asdict(job), "method": method})
     result = subprocess.run([sys.executable, "-m", __name__, request], capture_output=True, text=True)
     if result.returncode != 0:
@@ -145,7 +145,7 @@ def _main(request: dict[str, Any]) -> None:
     job = Job(**request["job"])
     torch.set_num_threads(job.threads)
     model, prompt = _prepared(job)
-    _one_pass(model, prompt[:, :256], job, request["method"])  # what is loaded or built on first use is there now
+    _one_pass(model, prompt[:, :256], job, request["method"])  # loads or builds everything that first use does
     before = isolated.start_counting("cpu")
     _one_pass(model, prompt, job, request["method"])
     sys.stdout.write(f"{isolated.peak_resident() - before}\n")

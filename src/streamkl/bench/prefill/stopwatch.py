@@ -1,4 +1,4 @@
-"""Where a forward pass spends its time: a stack of parts, the innermost of which runs."""
+"""The time of each part of a forward pass, by a stack of parts: the time of the innermost one runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 PARTS = ("projections", "selection", "attention", "rest")
-"""Linear maps; indexers and the choice of keys; attention itself with RoPE and its norms; all else."""
+"""Linear maps; indexers and key selection; attention with RoPE and its norms; everything else."""
 
 
 class Stopwatch:
-    """Seconds of each part since it was made. A part that starts inside of another stops the other one's time."""
+    """Seconds of each part since its creation. A part that starts inside of another stops the time of the other."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -22,7 +22,7 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     def start(self, part: str) -> None:
-        """Enters a part. What belongs to a selection stays one, whatever it does."""
+        """Enters a part. Inside of a selection everything counts as selection."""
         self._turn()
         self._stack.append("selection" if self._stack[-1] == "selection" else part)
 
@@ -37,7 +37,7 @@ class Stopwatch:
         self._since = now
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose calls count as a part."""
+        """The function, with its calls counted as a part."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.start(part)
