@@ -235,7 +235,7 @@ def test_a_model_that_holds_no_numbers_is_no_model_of_anybody(llama: Saved) -> N
         skl.save_indexers(llama.path / "broken", model, skl.new_indexers(model, head_dim=8), IndexerSelector(5, 2))
 
 
-def test_folders_of_before_which_said_less_load(llama: Saved) -> None:
+def test_optional_entries_may_be_missing(llama: Saved) -> None:
     sparse = skl.sparsify(llama.model, IndexerSelector(5, 2), skl.new_indexers(llama.model, head_dim=8))
     sparse.save_indexers(llama.path / "plain")
     sparse.remove()
@@ -301,6 +301,8 @@ def test_a_snapshot_in_the_hubs_cache_is_links_to_blobs_and_loads(llama: Saved, 
         ("oracle", "kind of the selector must be one of"),
         ({"kind": ["oracle"], "topk": 1, "query_block": 1}, "kind of the selector must be one of"),
         ({"kind": "oracle", "topk": 1}, "the selector lacks query_block"),
+        ({"kind": "oracle", "topk": 1, "block": 1}, "the selector lacks query_block"),
+        ({"kind": "oracle", "topk": 1, "query_block": 1, "block": 1}, "does not know: .'block'"),
         (
             {"kind": "oracle", "topk": True, "query_block": 1},
             "topk of the selector must be an integer from .*: got True",

@@ -1,4 +1,4 @@
-"""The attention function that every implementation of StreamKL is, as ``AttentionInterface`` wants it."""
+"""The attention function of all attention implementations of StreamKL, for ``AttentionInterface``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
 from streamkl.sparse import sparse_attention
 
 REFUSED = {"softcap": "a soft cap on its logits", "s_aux": "attention sinks", "position_bias": "a bias by position"}
-"""Arguments that change the softmax in ways that sparse attention does not have."""
+"""Arguments that change the softmax, which sparse attention does not support."""
 
 
 def register() -> None:
@@ -37,18 +37,18 @@ def streamkl_attention(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attends to the keys that the layer's selector chooses, or to all.
+    """Attends to the keys that the layer's selector selects, or to all.
 
     Args:
         module: The attention module.
         query: ``[B, H, Nq, D]``, after RoPE.
         key: ``[B, Hkv, Nk, D]``, those of the cache included.
         value: ``[B, Hkv, Nk, Dv]``.
-        attention_mask: What `streamkl_mask` made, and what the layer's hook sent along with it.
+        attention_mask: The mask of `streamkl_mask`, inside of the `ModuleCall` of the layer's hook.
         scaling: Multiplies the products; ``1/sqrt(D)`` if not given.
         dropout: Of attention weights.
-        indices: What the module's own indexer returned, if it has one.
-        kwargs: What models pass to every implementation.
+        indices: The selected keys of the module's own indexer, if it has one.
+        kwargs: The arguments that models pass to every implementation.
 
     Returns:
         ``[B, Nq, H, Dv]``, and ``None`` in place of attention weights.
@@ -61,13 +61,13 @@ def streamkl_attention(
         layout = carried.mask.layout(query.device)
         call = layer.call(carried, query, key, scaling, layout)
         if selector is not None:
-            lists = indices if layer.has_own_lists else selector.select(call)
-            assert lists is not None, "a module with an indexer of its own passes on what it returned"
+            selected = indices if layer.selects_itself else selector.select(call)
+            assert selected is not None, "a module with an indexer of its own passes its selected keys on"
             out = sparse_attention(
-                call.q, call.k, layout.all_keys(value), lists, query_block=selector.query_block, scale=scaling,
+                call.q, call.k, layout.all_keys(value), selected, query_block=selector.query_block, scale=scaling,
                 cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
             )  # fmt: skip
-            layer.tell(Attended(layer.number, call, lists, selector.query_block))
+            layer.tell(Attended(layer.number, call, selected, selector.query_block))
             return layout.back(out, query.shape[0], rows), None
         layer.tell(Attended(layer.number, call, None, 1))
     dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -77,7 +77,7 @@ def streamkl_attention(
 
 
 def _layer(module: nn.Module) -> SparseLayer | None:
-    """What is attached to a module; ``None`` for modules that StreamKL leaves alone, as those of vision models."""
+    """The `SparseLayer` of a module; ``None`` for modules that StreamKL leaves alone, as those of vision models."""
     layer = getattr(module, "streamkl_layer", None)
     if layer is None and getattr(module, "is_causal", True):
         raise ValueError(
@@ -88,7 +88,7 @@ def _layer(module: nn.Module) -> SparseLayer | None:
 
 
 def _checked(layer: SparseLayer, carried: Any, dropout: float, kwargs: dict[str, Any]) -> ModuleCall:
-    """Refuses what sparse attention does not have, and returns what came with the call."""
+    """Refuses what sparse attention does not support, and returns the `ModuleCall`."""
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(

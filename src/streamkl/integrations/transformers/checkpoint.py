@@ -1,4 +1,4 @@
-"""Whether a path names a model of transformers, before a hub is asked, and how long the sequences are that it reads."""
+"""Checks of a model's path, before the hub is asked, and of its context length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_checkpoint(model: str | os.PathLike[str]) -> None:
-    """Refuses a path that is no model's folder. What may be a name on a hub is let through.
+    """Refuses a path that is not a model's folder. A possible name on a hub passes.
 
     Raises:
         ValueError: The path is not there, or has no model; the message says which.
@@ -31,10 +31,10 @@ def check_checkpoint(model: str | os.PathLike[str]) -> None:
 
 
 def check_length(config: Any, length: int) -> None:
-    """Refuses sequences that are longer than a model was made for, where its config says it.
+    """Refuses sequences that are longer than the context of a model, if its config has one.
 
     Raises:
-        ValueError: They are.
+        ValueError: They are longer.
     """
     room = getattr(config.get_text_config(), "max_position_embeddings", None)
     if room is not None and length > room:

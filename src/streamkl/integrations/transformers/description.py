@@ -1,4 +1,4 @@
-"""What a folder says of its indexers and of the model that they belong to: written, checked, and compared."""
+"""The description of a folder of indexers and of their model: written, checked, and compared."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from streamkl.integrations.transformers.selection import check_selector, to_json
 from streamkl.sparse import Selector
 
 ALIKE = 0.9
-"""The cosine between a model's weights and the fingerprint of the one that indexers were made for: that of a finetuned
-model is near 1, that of another one near 0."""
+"""The least cosine between the fingerprints of a model and of the one that indexers were made for: a finetuned model is
+near 1, another one near 0."""
 NAME = 4096
-"""Characters of a model's name or path."""
+"""The most characters of a model's name or path."""
 
 SIZE = integer(0, LARGEST)
 check_description = entries(
@@ -68,7 +68,7 @@ def describe(model: nn.Module, family: Family, indexers: nn.ModuleDict, selector
     """The description of a model's indexers.
 
     Raises:
-        ValueError: It is none that could be read again.
+        ValueError: It could not be read again.
     """
     if not indexers:
         raise ValueError("there are no indexers to save")
@@ -85,7 +85,7 @@ def describe(model: nn.Module, family: Family, indexers: nn.ModuleDict, selector
 
 
 def describe_indexer(indexer: nn.Module) -> dict[str, Any]:
-    """What an indexer is made with."""
+    """The arguments of an indexer."""
     assert isinstance(indexer, Indexer)
     return {
         "kind": "head" if isinstance(indexer, HeadIndexer) else "lightning",
@@ -99,7 +99,7 @@ def describe_indexer(indexer: nn.Module) -> dict[str, Any]:
 
 
 def describe_model(model: Any, family: Family) -> dict[str, Any]:
-    """What a model is known by."""
+    """The properties by which a model is recognised."""
     config = model.config.get_text_config()
     attention = next(iter(family.attentions(model).values()))
     name = str(getattr(model.config, "_name_or_path", ""))[:NAME]
@@ -134,7 +134,7 @@ def check_model(path: Path, description: dict[str, Any], model: nn.Module, famil
 
 
 def check_indexers(path: Path, description: dict[str, Any], indexers: nn.ModuleDict) -> None:
-    """Refuses indexers that are not those of the description, which the model's own config may have made otherwise."""
+    """Refuses indexers that differ from the description, as the model's own config may make them."""
     if not indexers:
         raise ValueError(f"{path} does not fit the model: none of its layers attends to all keys")
     said = {"heads": 1, "temperature": False, **description["indexer"]}

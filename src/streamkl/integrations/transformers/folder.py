@@ -1,7 +1,7 @@
-"""Indexers of a model as a folder: weights, a description, and a marker that says that both are whole.
+"""Indexers of a model as a folder: weights, a description, and a marker that both are whole.
 
-The marker holds the digests of both files, so a folder that was cut off, or changed since, is not loaded. It also says
-whose folder it is: one without it is never written to. Whatever else lies in a folder of indexers stays there.
+The marker holds the digests of both files, so a truncated or changed folder is not loaded. A folder with other content
+and no marker is never written to. Other files in a folder of indexers stay.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from streamkl.integrations.transformers import schema
 WEIGHTS, DESCRIPTION, MARKER = "indexers.safetensors", "indexers.json", "complete.json"
 FORMAT = 1
 DTYPES = ("BF16", "F16", "F32", "F64")
-"""What weights may be of, as safetensors calls them."""
+"""The allowed dtypes of weights, by their names in safetensors."""
 LEFT = (durable.STAGING, durable.READY)
-"""What a writer that died may have left in a folder."""
+"""What a killed writer may have left in a folder."""
 HEADER = 1 << 23
-"""Bytes that the names and shapes of the weights may take."""
+"""The most bytes of the names and shapes of the weights."""
 
 
 def write(folder: str | os.PathLike[str], weights: dict[str, Tensor], description: dict[str, Any]) -> Path:
-    """Writes the three files to a folder, in place of those that were there before.
+    """Writes the three files to a folder, in place of existing ones.
 
-    A link to a folder is followed. A process that dies leaves the files of before or those of now, or a folder that is
-    not loaded and may be written to again.
+    A link to a folder is followed. A process that dies leaves the old files, the new ones, or a folder that is not
+    loaded and may be written to again.
 
     Raises:
         ValueError: There is something else at that place.
@@ -47,7 +47,7 @@ def write(folder: str | os.PathLike[str], weights: dict[str, Tensor], descriptio
 
 
 def check_place(folder: str | os.PathLike[str]) -> None:
-    """Refuses to write to what is neither a folder of indexers, nor empty, nor free.
+    """Refuses to write to anything but a folder of indexers, an empty folder, or a free path.
 
     Raises:
         ValueError: It is a file, or has files and no marker.
@@ -62,7 +62,7 @@ def check_place(folder: str | os.PathLike[str]) -> None:
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """The shapes of a folder's weights, by their names, and its description, of which the format alone is checked.
+    """The shapes of a folder's weights, by name, and its description, of which only the format is checked.
 
     Raises:
         ValueError: It is not there, not whole, or of another format; the message says which.
@@ -86,7 +86,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, list[int]], dict[str
 
 
 def read_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights of a folder whose shapes have been looked at."""
+    """The weights of a folder whose shapes have been checked."""
     return load_file(Path(folder) / WEIGHTS)
 
 

@@ -1,7 +1,7 @@
-"""Index keys of earlier calls, kept in the KV cache's own layers, so that whatever happens to those happens to them.
+"""Index keys of earlier calls, kept in the layers of the KV cache, so that they follow every change of the cache.
 
 Beam search reorders a cache, assisted decoding crops it, sampling repeats its batch, a chat resets it. A cache layer
-that holds index keys becomes, in place, of a class of its own that does all of this to them too.
+with index keys gets, in place, a class that does all of this to its index keys, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def extended(cache: Any, layer: int, new: Tensor, before: int) -> Tensor:
     """Appends index keys, and returns all.
 
     Args:
-        cache: The KV cache, which has this call's keys already.
+        cache: The KV cache, which already has the keys of this call.
         layer: The number of the layer.
         new: ``[B, N, D]``: the index keys of this call.
         before: How many keys the layer had before it.
@@ -49,7 +49,7 @@ def extended(cache: Any, layer: int, new: Tensor, before: int) -> Tensor:
 
 @functools.cache
 def _with_index_keys(cls: Any) -> type:
-    """A class of cache layers that do to their index keys ``[B, N, D]`` what they do to their keys."""
+    """A class of cache layers whose index keys ``[B, N, D]`` follow the changes of their keys."""
 
     class WithIndexKeys(cls):
         _layer_type = None  # transformers would make layers of a named class for other caches

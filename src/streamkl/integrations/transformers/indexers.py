@@ -1,4 +1,4 @@
-"""The indexers of a model's layers: made, described, saved, and known again."""
+"""The indexers of a model's layers: created, saved and loaded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from streamkl.sparse import Selector
 
 
 class Indexers(nn.ModuleDict):
-    """An indexer for each global attention layer, by its number.
+    """An indexer per global attention layer, by its number.
 
-    They are not modules of the model: ``model.state_dict()`` is what it was, and an optimizer takes
-    ``indexers.parameters()``. Those of a model that has indexers of its own share its parameters.
+    They are not modules of the model: ``model.state_dict()`` does not change, and an optimizer takes
+    ``indexers.parameters()``. For a model that has indexers of its own, they share its parameters.
     """
 
     def of(self, layer: int) -> Indexer | None:
@@ -43,11 +43,11 @@ def new_indexers(
         model: A causal language model of transformers.
         head_dim: Width of an indexer's head.
         activation: ``"relu"``, or ``None`` for none.
-        heads: Heads of an indexer; several are added up with weights that the hidden state chooses.
+        heads: Heads of an indexer; several are summed with per-query weights.
         temperature: Whether an indexer learns a temperature of its scores.
 
     Returns:
-        A `HeadIndexer`, or for several heads a `LightningIndexer`, for each layer that sees all keys, on its device,
+        A `HeadIndexer`, or for several heads a `LightningIndexer`, per layer that sees all keys, on its device, in
         float32.
 
     Raises:
@@ -61,7 +61,7 @@ def new_indexers(
 
 
 def own_indexers(model: nn.Module, family: Family) -> Indexers:
-    """The indexers that a model has itself, over its own parameters; empty for most."""
+    """The indexers that a model has itself, over its own parameters; empty for most models."""
     found = {layer: family.indexer(attention) for layer, attention in family.attentions(model).items()}
     return Indexers({str(layer): indexer for layer, indexer in found.items() if indexer is not None})
 
@@ -73,10 +73,10 @@ def save_indexers(path: str | os.PathLike[str], model: nn.Module, indexers: Inde
         path: The folder, new, empty, or one of indexers, whose files are replaced. Everything else in it stays.
         model: The model that they belong to.
         indexers: Its indexers.
-        selector: What they are used with.
+        selector: The selector to save with them.
 
     Raises:
-        ValueError: There is something else at that place, or nothing that could be read again would be written.
+        ValueError: There is something else at that place, or the folder could not be read again.
     """
     family = family_of(model.config)
     weights = {_name(model, family, int(layer), name): weight for layer, name, weight in _weights(indexers)}
@@ -92,7 +92,7 @@ def load_indexers(path: str | os.PathLike[str], model: nn.Module) -> tuple[Index
 
     Returns:
         The indexers, on the model's devices, and the selector that they were saved with. If the model has indexers of
-        its own, those have the folder's weights now.
+        its own, those get the folder's weights.
 
     Raises:
         ValueError: The folder is not whole, or its indexers belong to another model.
@@ -156,7 +156,7 @@ def _weights(indexers: Indexers) -> list[tuple[str, str, Tensor]]:
 
 
 def _name(model: nn.Module, family: Family, layer: int, weight: str) -> str:
-    """The name of a weight in a folder: the one that it has in the checkpoint, if it is there."""
+    """The name of a weight in a folder: its name in the checkpoint, if it is there."""
     attention = family.attentions(model)[layer]
     if getattr(attention, "indexer", None) is None:
         return f"layers.{layer}.{weight}"

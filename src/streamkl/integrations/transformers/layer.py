@@ -1,4 +1,4 @@
-"""What is attached to one attention module: how it selects, and its indexer."""
+"""The sparse state of one attention module: its selector and its indexer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from streamkl.sparse import AttentionCall, IndexerSelector, Selector
 
 
 class Attended(NamedTuple):
-    """One layer's attention, as a watcher sees it.
+    """One attention of a layer, for a watcher.
 
     Attributes:
         layer: The number of the layer.
         call: Its q and k, after RoPE, the mask, and the indexer's tensors, with their graph if gradients are enabled.
-        indices: The lists of keys that were attended to; ``None`` if all were.
-        query_block: How many queries share a list.
+        indices: The selected keys; ``None`` for dense attention.
+        query_block: How many queries share their top-k.
     """
 
     layer: int
@@ -37,10 +37,10 @@ class Attended(NamedTuple):
 
 
 class Watcher(NamedTuple):
-    """A function that is called with what the layers of one model attend to.
+    """A function that is called with each `Attended` of one model.
 
     Attributes:
-        of: Tells the model's layers from those of others.
+        of: Identifies the model's layers.
         function: The function.
     """
 
@@ -53,15 +53,15 @@ WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("streamkl_watchers", defa
 
 
 class SparseLayer:
-    """Belongs to one attention module, as its attribute ``streamkl_layer``. No call changes it.
+    """The attribute ``streamkl_layer`` of one attention module. No call changes it.
 
     Args:
         module: The attention module.
         family: Of its model.
-        selector: Chooses keys under ``streamkl_sparse``.
+        selector: Selects keys under ``streamkl_sparse``.
         indexer: Its indexer, if it has one.
         decode: How a single query attends.
-        watched: What a `Watcher` of its model is ``of``.
+        watched: The ``of`` of watchers of its model.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SparseLayer:
         self._hook: RemovableHandle | None = None
 
     def attach(self) -> None:
-        """Reads what the module is called with from now on."""
+        """Hooks into the calls of the module."""
         self.module.streamkl_layer = self
         self._hook = self.module.register_forward_pre_hook(self.before_attention, with_kwargs=True)
         if self.has_own_indexer and self.module.indexer is not None:
@@ -103,18 +103,18 @@ class SparseLayer:
 
     @property
     def active(self) -> Selector | None:
-        """What selects keys under this implementation; ``None`` for dense attention."""
+        """The selector under this implementation; ``None`` for dense attention."""
         if not self.is_global or not self.implementation.startswith(PREFIX):
             return None
         return IMPLEMENTATIONS[self.implementation](self.selector)
 
     def selector_of(self, rows: int) -> Selector | None:
-        """What selects keys for a call of so many queries."""
+        """The selector for a call of ``rows`` queries."""
         return None if rows == 1 and self.decode == "dense" else self.active
 
     @property
     def watchers(self) -> list[Callable[[Attended], None]]:
-        """The functions that want to see this call."""
+        """The functions that watch this call."""
         return [watcher.function for watcher in WATCHERS.get() if watcher.of is self.watched]
 
     @property
@@ -123,12 +123,12 @@ class SparseLayer:
         return self.indexer is not None and (self.active is self.selector or bool(self.watchers))
 
     @property
-    def has_own_lists(self) -> bool:
-        """Whether the lists come from an indexer of the model's own, this module's or one before it."""
+    def selects_itself(self) -> bool:
+        """Whether the selected keys come from an indexer of the model, in this module or an earlier one."""
         return self.has_own_indexer and isinstance(self.active, IndexerSelector)
 
     def before_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """A forward pre-hook: sends along with the call what the attention function needs of it."""
+        """A forward pre-hook: adds the `ModuleCall` that the attention function needs."""
         mask = kwargs.get("attention_mask")
         if not isinstance(mask, Mask):
             return None
@@ -142,10 +142,10 @@ class SparseLayer:
     def call(
         self, carried: ModuleCall, query: Tensor, key: Tensor, scale: float | None, layout: Layout
     ) -> AttentionCall:
-        """What a selector looks at, of a call that has reached the attention function.
+        """The inputs of a selector, for a call that has reached the attention function.
 
         Args:
-            carried: What came with the call.
+            carried: The `ModuleCall` of the call.
             query: ``[B, H, Nq, D]``.
             key: ``[B, Hkv, Nk, D]``.
             scale: Multiplies the products.
@@ -164,6 +164,6 @@ class SparseLayer:
         )  # fmt: skip
 
     def tell(self, attended: Attended) -> None:
-        """Tells the watchers."""
+        """Calls the watchers."""
         for watch in self.watchers:
             watch(attended)

@@ -1,4 +1,4 @@
-"""Where the sequences of a batch lie: padding is left out and packed rows are split, as ``cu_seqlens`` say it."""
+"""The layout of a batch as packed (varlen) sequences: padding is left out, and packed rows are split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, rows: int, keys: int, padding: Tensor | None, starts: Tensor | None) -> Layout:
-        """From what is padding and what starts a sequence.
+        """From padding and the starts of sequences.
 
         Args:
             batch: Rows of the batch.
@@ -41,12 +41,12 @@ class Layout(NamedTuple):
         """
         if padding is None and starts is None:
             return cls(keys)
-        told = padding if padding is not None else starts
-        assert told is not None, "one of them is there"
-        number = torch.zeros(batch, keys, dtype=torch.long, device=told.device)  # of a key's sequence, in its row
+        given = padding if padding is not None else starts
+        assert given is not None, "one of them is given"
+        number = torch.zeros(batch, keys, dtype=torch.long, device=given.device)  # of a key's sequence, in its row
         if starts is not None:
             number[:, keys - rows :] = starts.cumsum(-1)
-        number += torch.arange(batch, device=told.device)[:, None] * (int(number.max()) + 1)
+        number += torch.arange(batch, device=given.device)[:, None] * (int(number.max()) + 1)
         parts, sequences = (number[:, keys - rows :], number), int(number.max()) + 1
         if padding is None:
             at = (None, None)
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
         return _pack(x, self.query_at) if self.packed else x
 
     def all_keys(self, x: Tensor) -> Tensor:
-        """``x [B, H, Nk, D]`` without what a cache has room for, or packed ``[Tk, H, D]``."""
+        """``x [B, H, Nk, D]`` without the free room of a cache, or packed ``[Tk, H, D]``."""
         x = x[:, :, : self.keys]
         return _pack(x, self.key_at) if self.packed else x
 
@@ -84,7 +84,7 @@ class Layout(NamedTuple):
         return IndexTensors(self.queries(q), self.all_keys(k.unsqueeze(1)).squeeze(1), w)
 
     def back(self, x: Tensor, batch: int, rows: int) -> Tensor:
-        """``x [B, H, Nq, D]`` or packed ``[Tq, H, D]`` as transformers wants it, ``[B, Nq, H, D]``; 0 for padding."""
+        """``x [B, H, Nq, D]`` or packed ``[Tq, H, D]`` as ``[B, Nq, H, D]`` for transformers; 0 for padding."""
         if not self.packed:
             return x.transpose(1, 2).contiguous()
         if self.query_at is not None:
@@ -93,6 +93,6 @@ class Layout(NamedTuple):
 
 
 def _pack(x: Tensor, at: Tensor | None) -> Tensor:
-    """``[B, H, N, D]`` as ``[B * N, H, D]``, or those of them that ``at`` names."""
+    """``[B, H, N, D]`` as ``[B * N, H, D]``, or only the tokens ``at``."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if at is None else x[at]

@@ -1,7 +1,7 @@
-"""``from_pretrained`` of a model that was saved sparse, or with a name of StreamKL, gives the sparse model.
+"""``from_pretrained`` of a model that was saved sparse, or with an implementation of StreamKL, gives a sparse model.
 
-transformers has no place for this, so its ``PreTrainedModel.from_pretrained`` is wrapped, once. The wrapper leaves
-models alone whose config has no ``streamkl``, unless such a name is asked for.
+transformers has no hook for this, so its ``PreTrainedModel.from_pretrained`` is wrapped, once. The wrapper does nothing
+for models whose config has no ``streamkl``, unless an implementation of StreamKL is asked for.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from streamkl.integrations.transformers.model import attach_loaded, check_settin
 from streamkl.integrations.transformers.selection import PREFIX
 
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-"""The options of ``from_pretrained`` that say where files come from."""
+"""The options of ``from_pretrained`` for the source of files."""
 
 MARK = "finds_streamkl"
-"""An attribute by which a wrapped ``from_pretrained`` is known."""
+"""An attribute of the wrapped ``from_pretrained``."""
 
 
 def wrap_from_pretrained() -> None:
@@ -48,17 +48,17 @@ def wrap_from_pretrained() -> None:
 def attach(
     model: PreTrainedModel, settings: Any, given: str | None, name_or_path: Any, options: dict[str, Any]
 ) -> None:
-    """Makes a model sparse that was just loaded.
+    """Makes a loaded model sparse.
 
     Args:
         model: The model.
-        settings: ``streamkl`` of its config, whoever wrote it; ``None`` if there is none.
+        settings: ``streamkl`` of its config, unchecked; ``None`` if there is none.
         given: The attention implementation that was asked for, if one was.
-        name_or_path: Where the model is from.
+        name_or_path: The source of the model.
         options: Of ``from_pretrained``.
 
     Raises:
-        ValueError: The settings are none of ours, or point to what is not there or not the model's.
+        ValueError: The settings are wrong, or point to indexers that do not exist or do not belong to the model.
     """
     if settings is not None:
         check_settings(settings, f"'streamkl' in the config of {name_or_path}")
@@ -83,7 +83,7 @@ def _indexers(name_or_path: Any, where: str, options: dict[str, Any]) -> Path:
 
 
 def _check_inside(model: Path, files: list[str]) -> None:
-    """Refuses files that links take out of a model's folder; those of a hub's cache are links to its blobs."""
+    """Refuses links that leave a model's folder; files of a hub's cache may be links to its blobs."""
     root = Path(os.path.realpath(model))
     inside = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     for file in files:

@@ -1,4 +1,4 @@
-"""What transformers says of a call's mask, kept as it was said; a mask of ``[Nq, Nk]`` is for dense layers alone."""
+"""The mask arguments of transformers, kept as given; a mask of ``[Nq, Nk]`` is made only for dense layers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from streamkl.integrations.transformers.layout import Layout
 class Mask:
     """The arguments of a mask, from which a layer takes the form that it needs.
 
-    A model makes it once a forward for all layers of a kind, and hands it to them as their attention mask. For a static
-    cache ``generate`` makes it ahead, and asks of it what it would ask of a tensor.
+    A model makes it once per forward for all layers of a kind, and passes it as their attention mask. For a static
+    cache ``generate`` makes it ahead, and uses it like a tensor.
     """
 
     ndim = 4
@@ -34,13 +34,13 @@ class Mask:
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
         self._tensor: Tensor | None = None
-        self._made = self._told = False
+        self._made = self._packed = False
         self._layouts: dict[torch.device, Layout] = {}
 
     def tell(self, cu_seqlens: Tensor | None) -> None:
-        """Takes up the sequences of a packed row that a caller names, as flash attention does in transformers.
+        """Adds the packed (varlen) sequences of a row to the mask, as flash attention does in transformers.
 
-        Those that ``position_ids`` tell are in the mask already, where transformers reads them.
+        Sequences given by ``position_ids`` are in the mask already, where transformers reads them.
 
         Args:
             cu_seqlens: ``[sequences + 1]``: where the sequences of a batch of one row start, and the end.
@@ -48,9 +48,9 @@ class Mask:
         Raises:
             ValueError: There are several rows, or keys of earlier calls.
         """
-        if self._told or cu_seqlens is None:
+        if self._packed or cu_seqlens is None:
             return
-        self._told, a = True, self._arguments
+        self._packed, a = True, self._arguments
         if a["attention_mask"] is not None and not bool(a["attention_mask"].all()):
             return  # flash attention takes the sequences of a padded batch from its padding
         if a["batch_size"] != 1 or int(a["q_offset"]) != 0:
@@ -64,15 +64,15 @@ class Mask:
         a["mask_function"], a["allow_is_causal_skip"] = and_masks(a["mask_function"], apart), False
 
     def tensor(self, device: torch.device | None = None) -> Tensor | None:
-        """``[B, 1, Nq, Nk]`` of bool, True for what is seen; ``None`` where ``is_causal`` says it all: SDPA's."""
+        """SDPA's mask: ``[B, 1, Nq, Nk]`` of bool, True for seen keys; ``None`` where ``is_causal`` is enough."""
         if not self._made:
             self._tensor, self._made = sdpa_mask(**self._arguments), True
         return self._tensor if self._tensor is None or device is None else self._tensor.to(device)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """A part of the mask, for models that look into it."""
+        """A part of the mask, for models that index it."""
         tensor = self.tensor()
-        assert tensor is not None, "a model that looks into its mask forbids to leave it out"
+        assert tensor is not None, "a model that indexes its mask does not allow to leave it out"
         return tensor[index]
 
     def layout(self, device: torch.device) -> Layout:
@@ -95,8 +95,8 @@ class Mask:
     def _found_starts(self) -> Tensor | None:
         """``[B, Nq]`` of bool, True where a query is the first of a packed sequence; ``None`` if none is.
 
-        The mask is a function of indices. The pairs that tell causal attention within sequences from all else are few:
-        a query and its own key, those before and after it, and the first key of its sequence and the one before that.
+        The mask is a function of indices. A few pairs are enough to recognise causal attention within sequences: a
+        query and its own key, the keys before and after it, the first key of its sequence and the one before that.
         """
         a = self._arguments
         seen: Callable[..., Tensor] = a["mask_function"]
@@ -133,10 +133,10 @@ def streamkl_mask(
     device: torch.device | str = "cpu",
     **arguments: Any,
 ) -> Mask:
-    """The mask of every attention implementation of StreamKL, as ``AttentionMaskInterface`` wants it."""
+    """The mask of all attention implementations of StreamKL, for ``AttentionMaskInterface``."""
     if isinstance(attention_mask, Mask):  # ``generate`` may have made it ahead of the model
         return attention_mask
-    if isinstance(q_offset, Tensor):  # a static cache's own counter, which counts on
+    if isinstance(q_offset, Tensor):  # the counter of a static cache, which changes later
         q_offset = q_offset.clone()
     return Mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,

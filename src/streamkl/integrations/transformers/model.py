@@ -1,4 +1,4 @@
-"""Makes a model of transformers sparse, and keeps what that took: ``sparsify`` and the handle that it returns."""
+"""Makes a model of transformers sparse: ``sparsify``, and the handle that it returns."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FOLDER = "streamkl"
-"""Where in a model's folder its indexers are."""
+"""The folder of indexers inside of a model's folder."""
 DEFAULT = OracleSelector(topk=2048, query_block=64)
-"""How many keys are selected under a name, where nothing else says it."""
+"""The default of ``attn_implementation="streamkl_oracle"`` and others: it has the top-k and the query block."""
 
 
 class SparseModel:
-    """What `sparsify` did to a model, which has it as ``model.streamkl``.
+    """Handle to a sparsified model, also available as ``model.streamkl``.
 
     Attributes:
         model: The model.
         family: Its family.
-        selector: What chooses keys under ``streamkl_sparse``.
+        selector: Selects keys under ``streamkl_sparse``.
         indexers: Its indexers; empty if it has none.
-        layers: What is attached to each attention module, by the number of its layer.
+        layers: The `SparseLayer` of each attention module, by the number of its layer.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class SparseModel:
         self._before = _implementation(model)
 
     def attach(self) -> None:
-        """Attaches the layers, and itself to the model."""
+        """Attaches the layers and this handle to the model."""
         for layer in self.layers.values():
             layer.attach()
-        setattr(self.model, "streamkl", self)  # noqa: B010  # no tensor or module, as type checkers want
+        setattr(self.model, "streamkl", self)  # noqa: B010  # type checkers expect a tensor or module
 
     def remove(self) -> None:
-        """Leaves the model as it was before `sparsify`, with the attention implementation that it had."""
+        """Restores the model as it was before `sparsify`, with its attention implementation."""
         for layer in self.layers.values():
             layer.detach()
         del self.model.streamkl
@@ -69,21 +69,20 @@ class SparseModel:
 
     @contextlib.contextmanager
     def watch(self, function: Callable[[Attended], None]) -> Iterator[None]:
-        """Within it, ``function`` is called with each layer's `Attended`, after its attention.
+        """Calls ``function`` with the `Attended` of each layer, after its attention, inside of a ``with`` block.
 
-        It sees the calls of the thread, or task of ``asyncio``, that entered it, and not those of others. The call
-        that it is given has q and k after RoPE, the mask, and the indexer's tensors with their graph, which is all
-        that ``streamkl.indexer_kl`` takes.
+        It sees only calls of the thread, or task of ``asyncio``, that entered the block. The call has q and k after
+        RoPE, the mask, and the indexer's tensors with their graph: all that ``streamkl.indexer_kl`` takes.
         """
         watcher = Watcher(self._watched, function)
         WATCHERS.set((*WATCHERS.get(), watcher))
         try:
             yield
-        finally:  # by identity, for watchers that were entered later may be there still
+        finally:  # by identity: watchers that were entered later may still be active
             WATCHERS.set(tuple(other for other in WATCHERS.get() if other is not watcher))
 
     def save_indexers(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the indexers and the selector to a folder, which ``sparsify(model, indexers=path)`` takes."""
+        """Writes the indexers and the selector to a folder for ``sparsify(model, indexers=path)``."""
         if not self.indexers:
             raise ValueError("the model has no indexers to save")
         return save_indexers(path, self.model, self.indexers, self.selector)
@@ -120,22 +119,22 @@ def sparsify(
     """Makes a model attend to selected keys, under the attention implementation ``streamkl_sparse``.
 
     ``model.set_attn_implementation("sdpa")`` makes it dense again, bit for bit, and ``"streamkl_sparse"`` sparse.
-    ``"streamkl_oracle"``, ``"streamkl_window"`` and ``"streamkl_random"`` select as many keys in other ways, and
-    ``"streamkl_dense"`` all, for a watcher to look at.
+    ``"streamkl_oracle"``, ``"streamkl_window"`` (recency) and ``"streamkl_random"`` select as many keys by other
+    policies; ``"streamkl_dense"`` attends to all keys and calls watchers.
 
     Args:
         model: A causal language model of transformers, of a known family.
-        selector: Chooses keys. If not given, the one that the indexers were saved with; for models with indexers of
-            their own, these, with the model's own number of keys.
+        selector: Selects keys. By default the selector that the indexers were saved with; for models with indexers of
+            their own, a per-query top-k of these with the model's own number of keys.
         indexers: A folder of indexers, which get the model's dtype, or `Indexers`, for models that have none.
-        decode: How a single query attends. If not given, densely, but for models with indexers of their own.
+        decode: How a single query attends. By default dense; sparse for models with indexers of their own.
 
     Returns:
-        The handle, which is ``model.streamkl`` as well.
+        The handle, also available as ``model.streamkl``.
 
     Raises:
-        ValueError: The family is not known, its attention is of a kind that sparse attention is not, the indexers
-            belong to another model, or there is nothing to select with; the message says what to do.
+        ValueError: The family is not known, sparse attention does not support its attention, the indexers belong to
+            another model, or there is no selector; the message says what to do.
 
     Example:
         >>> import torch
@@ -159,7 +158,7 @@ def sparsify(
     saved = None
     if isinstance(indexers, (str, os.PathLike)):
         indexers, saved = load_indexers(indexers, model)
-        indexers.to(model.dtype)  # products of scores are the cost, and run at the model's speed
+        indexers.to(model.dtype)  # the products of scores then run at the model's speed
     elif indexers is None:
         indexers = own_indexers(model, family)
     selector = _as_saved(selector or saved or family.selector(model.config), saved)
@@ -181,7 +180,7 @@ def sparsify(
 
 
 def check_folder(value: Any, place: str) -> None:
-    """Refuses what does not name a folder inside the model's, on any system."""
+    """Refuses a value that is not the path of a folder inside the model's, on any system."""
     text(1000)(value, place)
     parts = PurePosixPath(value).parts
     if not parts or parts[0] == "/" or ".." in parts or any(character in value for character in "\\:"):
@@ -189,18 +188,18 @@ def check_folder(value: Any, place: str) -> None:
 
 
 check_settings = entries({"selector": check_selector, "decode": one_of("dense", "sparse")}, {"indexers": check_folder})
-"""Refuses ``config.streamkl`` with a ``ValueError`` unless it is as `SparseModel.save_pretrained` writes it."""
+"""Raises a ``ValueError`` unless ``config.streamkl`` is as `SparseModel.save_pretrained` writes it."""
 
 
 def attach_loaded(
     model: PreTrainedModel, settings: dict[str, Any] | None, folder: Path | None, name: str | None
 ) -> None:
-    """Makes a model sparse that was saved so, or that was asked for under a name of StreamKL.
+    """Makes a loaded model sparse that was saved sparse, or asked for with an implementation of StreamKL.
 
     Args:
-        model: The model, just loaded.
-        settings: What `SparseModel.save_pretrained` wrote to its config, if it did, checked by `check_settings`.
-        folder: Where its indexers are, if there are any.
+        model: The model.
+        settings: ``streamkl`` of its config, if it has it, checked by `check_settings`.
+        folder: The folder of its indexers, if there is one.
         name: The attention implementation that was asked for, if one was.
     """
     if settings is not None:
@@ -214,7 +213,7 @@ def attach_loaded(
 
 
 def _as_saved(selector: Selector | None, saved: Selector | None) -> Selector | None:
-    """A selector that compares as the indexers were saved to, unless it says how."""
+    """The selector with the saved ``normalise``, unless it sets its own."""
     if isinstance(selector, IndexerSelector) and isinstance(saved, IndexerSelector) and selector.normalise is None:
         return dataclasses.replace(selector, normalise=saved.normalise)
     return selector

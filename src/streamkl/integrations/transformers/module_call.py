@@ -1,4 +1,4 @@
-"""What one call of an attention module carries from its hook to the attention function."""
+"""The data of one call of an attention module, from its hook to the attention function."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from streamkl.sparse import IndexTensors
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of an attention module; it takes the place of the call's attention mask.
+    """One call of an attention module, in place of the call's attention mask.
 
-    Modules hand their mask to the attention function, and to an indexer of their own. So what it carries belongs to
-    the call and never to the module: calls of several threads do not meet, and one that raises leaves nothing behind.
+    Modules pass their mask to the attention function, and to an indexer of their own. So the data belongs to the call
+    and never to the module: calls of several threads stay apart, and one that raises leaves nothing behind.
 
     Attributes:
         mask: The attention mask.
-        inputs: What the layer's indexer reads, if the call needs its tensors.
-        index: What an indexer of the module's own made, if the call needs it.
+        inputs: The inputs of the layer's indexer, if the call needs its tensors.
+        index: The tensors of the module's own indexer, if the call needs them.
     """
 
     mask: Mask
@@ -28,5 +28,5 @@ class ModuleCall:
     index: IndexTensors | None = None
 
     def __getitem__(self, part: Any) -> ModuleCall:
-        """Itself: a module hands a part of its mask to its own indexer, whose forward is ours."""
+        """Itself: a module passes a slice of its mask to its own indexer, whose forward is an `OwnIndexer`."""
         return self

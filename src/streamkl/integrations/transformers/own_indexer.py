@@ -1,4 +1,4 @@
-"""What stands in for the forward of an indexer that a model has itself."""
+"""The replacement for the forward of an indexer that a model has itself."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class OwnIndexer:
     """The ``forward`` of an indexer that transformers runs without gradients.
 
-    Under any implementation of transformers it is that forward. Under ours the indexer's tensors keep their graph, the
-    lists are found tile by tile, and nothing of size ``[Nq, Nk]`` is made.
+    Under implementations of transformers it calls that forward. Under those of StreamKL the indexer's tensors keep
+    their graph, the top-k is selected tile by tile, and nothing of size ``[Nq, Nk]`` is allocated.
     """
 
     def __init__(self, layer: SparseLayer, original: Callable[..., Tensor]) -> None:
@@ -34,7 +34,7 @@ class OwnIndexer:
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
     ) -> Tensor:
-        """The lists of keys, or under another selector an empty tensor."""
+        """The selected keys, or under another selector an empty tensor."""
         layer = self.layer
         if not isinstance(attention_mask, ModuleCall):
             return self.original(
@@ -51,7 +51,7 @@ class OwnIndexer:
             return hidden_states.new_empty(0)
         layout = attention_mask.mask.layout(hidden_states.device)
         index = layout.index_tensors(index)
-        # The attention's own q and k do not exist yet, and an indexer does not look at them.
+        # The attention's own q and k do not exist yet, and an indexer does not read them.
         stand_in = AttentionCall(
             index.index_q, index.index_k.unsqueeze(1), cu_seqlens_q=layout.cu_seqlens_q,
             cu_seqlens_k=layout.cu_seqlens_k, index=index,

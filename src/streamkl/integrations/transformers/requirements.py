@@ -1,4 +1,4 @@
-"""Refuses a transformers or a torch that is too old, before something stranger happens."""
+"""Refuses a transformers or a torch that is too old, with a clear message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 
 MINIMUM = {"transformers": (5, 20), "torch": (2, 6)}
-"""The oldest versions that the tests have run with."""
+"""The oldest versions that are tested."""
 
 
 def check_requirements() -> None:

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote: parsed within bounds, and checked entry by entry before anything reads it.
+"""Untrusted JSON: parsed within bounds, and checked entry by entry before anything reads it.
 
 A check is a function of a value and of its place, and raises a ``ValueError`` that names the place.
 """
@@ -14,9 +14,9 @@ from typing import Any
 Check = Callable[[Any, str], None]
 
 FILE = 1 << 20
-"""Bytes that a file may have."""
+"""The most bytes of a file."""
 LARGEST = 1 << 20
-"""The largest number of heads, dims, layers, keys or queries that is believed."""
+"""The largest plausible number of heads, dims, layers, keys or queries."""
 
 
 def read(path: Path) -> Any:
@@ -52,7 +52,7 @@ def number(value: Any, place: str) -> None:
 
 
 def text(longest: int) -> Check:
-    """Characters that can be printed, a few at most."""
+    """Printable characters, at most ``longest``."""
 
     def check(value: Any, place: str) -> None:
         if type(value) is not str or len(value) > longest or not value.isprintable():
@@ -62,7 +62,7 @@ def text(longest: int) -> Check:
 
 
 def nullable(check: Check) -> Check:
-    """What another check lets through, or nothing."""
+    """``None``, or a value that passes another check."""
     return lambda value, place: None if value is None else check(value, place)
 
 
@@ -77,7 +77,7 @@ def one_of(*allowed: str | bool | None) -> Check:
 
 
 def list_of(each: Check, longest: int) -> Check:
-    """A list of a few alike."""
+    """A list of at most ``longest`` values that pass a check."""
 
     def check(value: Any, place: str) -> None:
         if type(value) is not list or len(value) > longest:

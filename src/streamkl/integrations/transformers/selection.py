@@ -1,4 +1,4 @@
-"""Selectors by the name of an attention implementation, and as the entries of a JSON file."""
+"""Selectors by the name of an attention implementation, and in JSON."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ IMPLEMENTATIONS: dict[str, Callable[[Selector], Selector | None]] = {
     "streamkl_random": lambda own: RandomSelector(own.topk, own.query_block),
     "streamkl_dense": lambda own: None,
 }
-"""The attention implementations, and what selects under each, given the selector that a model was made sparse with."""
+"""The attention implementations, and the selector of each, given the selector of `sparsify`."""
 KINDS = {"indexer": IndexerSelector, "oracle": OracleSelector, "random": RandomSelector, "window": WindowSelector}
 OPTIONS: dict[str, dict[str, Check]] = {
     "indexer": {"activation": one_of("relu", None), "normalise": one_of(None, True, False)},
     "oracle": {},
-    "random": {"seed": integer(-(1 << 63), (1 << 64) - 1)},  # what a generator of torch takes
+    "random": {"seed": integer(-(1 << 63), (1 << 64) - 1)},  # the range of torch's generators
     "window": {"sinks": integer(0, LARGEST)},
 }
-"""What each kind has besides the number of keys and of queries that share them; a file may leave it out."""
+"""The optional entries of each kind besides ``topk`` and ``query_block``."""
 
 
 def to_json(selector: Selector) -> dict[str, Any]:
     """A selector's kind and its options.
 
     Raises:
-        ValueError: It is none that `from_json` could make again.
+        ValueError: `from_json` could not read it again.
 
     Example:
         >>> from streamkl.integrations.transformers.selection import to_json
@@ -49,11 +49,11 @@ def to_json(selector: Selector) -> dict[str, Any]:
 
 
 def check_selector(value: Any, place: str) -> None:
-    """Refuses what does not describe a selector.
+    """Raises a ``ValueError`` unless a value describes a selector.
 
     Args:
-        value: As it was read.
-        place: Where, for the message.
+        value: The value.
+        place: Its place, for the message.
     """
     kind = value.get("kind") if isinstance(value, dict) else None
     one_of(*KINDS)(kind, f"kind of {place}")
@@ -66,7 +66,7 @@ def from_json(value: dict[str, Any]) -> Selector:
     """The selector that `to_json` described.
 
     Raises:
-        ValueError: It did not describe one.
+        ValueError: The value describes no selector.
     """
     check_selector(value, "the selector")
     return KINDS[value["kind"]](**{name: option for name, option in value.items() if name != "kind"})

@@ -1,4 +1,4 @@
-"""The families of models that are known, a small file each; ``docs/transformers.md`` says how to add one."""
+"""The known families of models, one small file each; ``docs/transformers.md`` says how to add one."""
 
 from __future__ import annotations
 

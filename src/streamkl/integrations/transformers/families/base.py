@@ -20,12 +20,12 @@ Attention = Any
 
 
 class Inputs(NamedTuple):
-    """What an indexer reads.
+    """The inputs of an indexer.
 
     Attributes:
-        hidden: ``[B, N, hidden_dim]``: what enters the attention module, after the layer's norm.
+        hidden: ``[B, N, hidden_dim]``: the input of the attention module, after the layer's norm.
         position_embeddings: ``(cos, sin)``, each ``[B or 1, N, dim]``.
-        latent: ``[B, N, query_dim]``: what the module makes its queries of, where its own indexer does so too.
+        latent: ``[B, N, query_dim]``: the input of the module's queries, where its own indexer uses it, too.
         cache: The model's KV cache, if there is one.
     """
 
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
 
 class Family(ABC):
-    """Models whose attention modules are called alike."""
+    """Models whose attention modules have the same interface."""
 
     name: str
     model_types: tuple[str, ...]
@@ -44,7 +44,7 @@ class Family(ABC):
     attention: str
     """The class of its attention modules."""
     decode: Literal["dense", "sparse"] = "dense"
-    """How a single query attends unless the caller says it."""
+    """How a single query attends by default."""
 
     def attentions(self, model: nn.Module) -> dict[int, Attention]:
         """The attention modules, by the number of their layer."""
@@ -52,11 +52,11 @@ class Family(ABC):
         return {_number(module): module for module in found}
 
     def is_global(self, attention: Attention) -> bool:
-        """Whether a module sees all keys before a query, so that there is something to select from."""
+        """Whether a module sees all keys before a query, and so can select keys."""
         return getattr(attention, "sliding_window", None) is None
 
     def check(self, attention: Attention, number: int) -> None:
-        """Refuses a module whose attention is not what sparse attention computes.
+        """Refuses a module whose attention differs from what sparse attention computes.
 
         Args:
             attention: The module.
@@ -72,7 +72,7 @@ class Family(ABC):
             raise ValueError(f"layer {number} of this {self.name} model is not causal, and sparse attention is")
 
     def selector(self, config: Any) -> Selector | None:
-        """What selects if the caller does not say it: the model's own way, if it has one."""
+        """The default selector: the model's own, if it has one."""
         return None
 
     @abstractmethod
@@ -87,17 +87,17 @@ class Family(ABC):
 
     @abstractmethod
     def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
-        """What an indexer makes of a module's inputs, which are constants to it."""
+        """The tensors of an indexer from a module's inputs, which are constants."""
 
     @abstractmethod
     def fingerprint(self, attention: Attention) -> Tensor:
-        """Some of a module's weights, by which a model is known again; empty if they cannot be read."""
+        """Some of a module's weights, to recognise a model; empty if they cannot be read."""
 
 
 class GroupedQuery(Family):
-    """Models with query and key heads that have no indexer: they get a `HeadIndexer` of the same RoPE.
+    """Models with query and key heads and no indexer: they get a `HeadIndexer` with the same RoPE.
 
-    Or, for several heads, a `LightningIndexer`.
+    For several index heads it is a `LightningIndexer`.
     """
 
     def indexer(self, attention: Attention) -> None:
@@ -111,7 +111,7 @@ class GroupedQuery(Family):
     def new_indexer(
         self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
     ) -> Indexer:
-        """Rotated as the model's heads are, by as many of their frequencies as it has room for."""
+        """Rotated as the model's heads, by as many of their frequencies as fit."""
         rotated = self.rotated(attention)
         rope_dim = min(head_dim, rotated)
         if rotated % rope_dim:
@@ -125,9 +125,9 @@ class GroupedQuery(Family):
         return HeadIndexer(width, **options) if heads == 1 else LightningIndexer(width, heads=heads, **options)
 
     def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
-        """Of the hidden states, in the indexer's dtype or autocast's."""
+        """From the hidden states, in the indexer's dtype or autocast's."""
         if any(weight.device != inputs.hidden.device for weight in indexer.parameters()):
-            indexer.to(inputs.hidden.device)  # another thread may have begun to
+            indexer.to(inputs.hidden.device)  # another thread may be doing so, too
         cos, sin = (_fewer(table, indexer.rope_dim) for table in inputs.position_embeddings)
         hidden = inputs.hidden.detach()
         if not torch.is_autocast_enabled(hidden.device.type):
@@ -153,7 +153,7 @@ def _fewer(table: Tensor, dim: int) -> Tensor:
 
 
 def few(linear: Any) -> Tensor:
-    """The first weights of a linear map; none if they are quantised, or not in memory."""
+    """The first weights of a linear map; empty if they are quantised, or not in memory."""
     weight: Tensor = linear.weight.detach()
     if weight.is_meta or not weight.is_floating_point():
         return torch.empty(0, device="cpu")

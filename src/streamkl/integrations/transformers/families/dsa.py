@@ -1,4 +1,4 @@
-"""What the families with an indexer of their own share: DeepSeek Sparse Attention over multi-head latent attention."""
+"""The families with an indexer of their own: DeepSeek Sparse Attention over multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SparseLatent(Family):
     decode = "sparse"  # these models never attend densely
 
     def selector(self, config: Any) -> IndexerSelector:
-        """As many keys a query as the config says."""
+        """Per-query top-k of the size in the config."""
         return IndexerSelector(topk=config.index_topk, query_block=1)
 
     def indexer(self, attention: Attention) -> LightningIndexer | None:
-        """A `LightningIndexer` that has the module's own maps, so that training it trains the model's indexer."""
+        """A `LightningIndexer` over the module's own maps, so that training it trains the model's indexer."""
         own = attention.indexer
-        if own is None:  # it shares the lists of a layer before it
+        if own is None:  # it shares the top-k of an earlier layer
             return None
         with torch.device("meta"):
             indexer = LightningIndexer(
@@ -41,11 +41,11 @@ class SparseLatent(Family):
     def new_indexer(
         self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
     ) -> Indexer:
-        """There is nothing to make."""
+        """Raises: these models have indexers."""
         raise ValueError(f"{self.name} has indexers of its own: train those, and leave `indexers` out")
 
     def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
-        """Of hidden states and latent, with the dims of a head in the order in which the model caches them."""
+        """From hidden states and latent, with the dims of a head in the order of the model's cache."""
         index = indexer(
             inputs.hidden.detach(),
             None if inputs.latent is None else inputs.latent.detach(),

@@ -4,7 +4,7 @@ from streamkl.integrations.transformers.families.dsa import SparseLatent
 
 
 class GlmMoeDsa(SparseLatent):
-    """Its indexer rotates in pairs; some layers share the lists of the one before."""
+    """Its indexer rotates in pairs; some layers share the top-k of the one before."""
 
     name = "glm_moe_dsa"
     model_types = ("glm_moe_dsa",)
