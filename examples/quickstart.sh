@@ -1,22 +1,23 @@
 #!/usr/bin/env bash
-# From nothing to a report on SmolLM2-135M: oracle, distillation, evaluation. `make quickstart` runs it, docs/quickstart-sparse.md tells it.
-# All below may be set from outside: STEPS=100 bash examples/quickstart.sh. A run that was stopped goes on, and what is done is not done again.
+# From nothing to a report on SmolLM2-135M: oracle, distillation, evaluation. `make quickstart` runs it,
+# docs/quickstart-sparse.md describes it. Every variable can be set from outside: STEPS=100 bash examples/quickstart.sh.
+# An interrupted run resumes; finished parts are not repeated.
 set -euo pipefail
 examples=$(cd "$(dirname "$0")" && pwd)
 
-OUTPUT=${OUTPUT:-quickstart}      # all that is written
-BOOKS=${BOOKS:-$OUTPUT/books}     # has a folder `train`, and a folder `test` of books that nothing is trained on
+OUTPUT=${OUTPUT:-quickstart}      # the folder of all results
+BOOKS=${BOOKS:-$OUTPUT/books}     # has a folder `train`, and a folder `test` of books that are not trained on
 MODEL=${MODEL:-}                  # SmolLM2-135M if empty
 
 LENGTHS=${LENGTHS:-2048}          # of contexts, in tokens; several with spaces between them, here and below
-QUERY_BLOCKS=${QUERY_BLOCKS:-1 64}            # queries that share a list
+QUERY_BLOCKS=${QUERY_BLOCKS:-1 64}  # queries that share their top-k
 ORACLE_BUDGETS=${ORACLE_BUDGETS:-64 128 256 512}
 ORACLE_CONTEXTS=${ORACLE_CONTEXTS:-4}
 ORACLE_SEGMENTS=${ORACLE_SEGMENTS:-2}
-BUDGETS=${BUDGETS:-256 512}       # keys of a list
+BUDGETS=${BUDGETS:-256 512}       # selected keys
 CONTEXTS=${CONTEXTS:-12}          # needles
 SEGMENTS=${SEGMENTS:-4}           # passages for perplexity
-LAYER_SEGMENTS=${LAYER_SEGMENTS:-2}  # passages on which the lists of every layer are looked at
+LAYER_SEGMENTS=${LAYER_SEGMENTS:-2}  # passages on which recall and mass of every layer are measured
 
 LENGTH=${LENGTH:-2048}            # of training sequences
 STEPS=${STEPS:-300}
@@ -35,7 +36,7 @@ refuse() {
 
 take_novels() {
     command -v apt-get >/dev/null || refuse "The novels come in a Debian package, and there is no apt-get here."
-    made=$BOOKS.making  # renamed when it is whole
+    made=$BOOKS.making  # renamed when it is complete
     rm -rf "$made"
     mkdir -p "$made/train" "$made/test"
     (cd "$made" && apt-get download r-cran-janeaustenr) || refuse "apt-get does not find the novels: \`apt-get update\` may help."
@@ -52,7 +53,7 @@ for part in train test; do
 done
 [ -n "$MODEL" ] || MODEL=$(python -c "from streamkl.testing import smollm2; print(smollm2.checkpoint())")
 
-# Lists of numbers and flags are meant to be split into words.
+# Variables with several numbers or flags are split into words on purpose.
 # shellcheck disable=SC2086
 {
     echo "== how sparse can it be"
@@ -62,7 +63,7 @@ done
 
     echo "== training indexers"
     if [ -e "$OUTPUT/run/indexers" ]; then
-        echo "$OUTPUT/run/indexers is there; other settings need another OUTPUT"
+        echo "$OUTPUT/run/indexers exists; other settings need another OUTPUT"
     else  # without a checkpoint --resume starts at the first step
         streamkl distill --model "$MODEL" --text "$BOOKS/train" --output "$OUTPUT/run" --length "$LENGTH" --steps "$STEPS" \
             --heads "$HEADS" --init "$INIT" --lr "$LR" --needles "$NEEDLES" --answer-weight "$ANSWER_WEIGHT" \

@@ -33,7 +33,7 @@ def main(steps: int = 60) -> list[float]:
     torch.manual_seed(0)
     embedding = torch.randn(CLASSES, WIDTH)
     teacher_q = torch.randn(HEADS, WIDTH, DIM) / WIDTH**0.5
-    teacher_k = teacher_q[::2] + 0.1 * torch.randn(HEADS // 2, WIDTH, DIM) / WIDTH**0.5  # two query heads a key head
+    teacher_k = teacher_q[::2] + 0.1 * torch.randn(HEADS // 2, WIDTH, DIM) / WIDTH**0.5  # two query heads per key head
     student = Student()
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
     losses = []

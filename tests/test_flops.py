@@ -14,7 +14,7 @@ CASES = {
     "one_sweep": ({"heads": Heads(4, 2, 2, 1), "teacher_lse": True}, 1, 4),
     "rows": ({"heads": Heads(4, 2, 2, 1), "reduction": "none"}, 3, 2 + 2),
 }
-"""Problem, and products a tile of teacher and student for loss and gradients."""
+"""Problem, and products per tile of teacher and student for loss and gradients."""
 
 
 @pytest.mark.parametrize("name", CASES)

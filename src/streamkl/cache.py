@@ -1,7 +1,7 @@
-"""Where what is built, compiled or converted once is kept, and how native code there is written, checked and trusted.
+"""The cache folder for things that are built, compiled or converted once, and the rules for native code in it.
 
-Native code is sealed: the file ends in the digest of what comes before, which no loader of libraries minds. A file that
-is cut off, empty or from before there were seals is not whole, and is made again.
+Native code is sealed: the file ends in the digest of what comes before, which loaders of libraries ignore. A file that
+is truncated, empty or without a seal is made again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def private_directory() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock on ``path``, so that of processes that start together one makes a thing and the others wait."""
+    """Holds a lock on ``path``, so that of processes that start together one builds and the others wait."""
     from filelock import FileLock
 
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -29,8 +29,8 @@ def _acceptable(op: torch._ops.OpOverload, *args: Any) -> list[tuple[list[Any], 
     """The placements of outputs and inputs that need no communication, for one mesh dimension.
 
     Everything replicated; everything sharded by batch; everything sharded by heads, where each count divides, so that
-    every key head stays with its query heads and every student head with its group of teacher heads. The heads of an
-    indexer stay together: they make one distribution.
+    every key head stays with its query heads and every student head with its head group. The heads of an indexer stay
+    together: they make one distribution.
     """
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False))
@@ -39,7 +39,7 @@ def _acceptable(op: torch._ops.OpOverload, *args: Any) -> list[tuple[list[Any], 
     if given.get("cu_seqlens_q") is None:
         choices.append(Shard(0))
     mesh_size = given[whole[0]].mesh.size()
-    divided = all(given[name].shape[1] % mesh_size == 0 for name in whole if not _one_list(name, given[name]))
+    divided = all(given[name].shape[1] % mesh_size == 0 for name in whole if not _is_shared_topk(name, given[name]))
     if divided and not (given.get("b_head_summed") or given.get("head_summed")):
         choices.append(Shard(1))
     return [(_outputs(op, given, choice), _inputs(names, given, choice)) for choice in choices]
@@ -51,7 +51,7 @@ def _inputs(names: list[str], given: dict[str, Any], choice: Any) -> list[Any]:
         tensor = given.get(name)
         if not _is_tensor(tensor):
             placements.append(None)
-        elif name in _REPLICATED or (choice == Shard(1) and _one_list(name, tensor)):
+        elif name in _REPLICATED or (choice == Shard(1) and _is_shared_topk(name, tensor)):
             placements.append(Replicate())
         else:
             placements.append(choice)
@@ -73,8 +73,8 @@ def _outputs(op: torch._ops.OpOverload, given: dict[str, Any], choice: Any) -> l
     return placements
 
 
-def _one_list(name: str, tensor: Any) -> bool:
-    """Whether a tensor is the one list of keys that all heads share."""
+def _is_shared_topk(name: str, tensor: Any) -> bool:
+    """Whether a tensor is the top-k of all heads, which has one top-k head."""
     return name == "topk" and tensor.shape[1] == 1
 
 

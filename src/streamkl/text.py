@@ -68,7 +68,7 @@ def files(paths: Iterable[str | Path]) -> list[Path]:
 def documents(
     paths: Iterable[str | Path], *, field: str = "text", encoding: str = "utf-8", part: int = PART
 ) -> Iterator[Document]:
-    r"""The documents of files, one after another: a ``.jsonl`` file has one a line, every other file is one.
+    r"""The documents of files, one after another: a ``.jsonl`` file has one per line, every other file is one.
 
     A line of JSON is a string, or an object with a string under ``field``. Files, lines and parts without a character
     that is not a space are left out.
@@ -108,7 +108,7 @@ def _parts(pieces: Iterable[str], part: int) -> Iterator[str]:
     """Pieces as parts of at most ``part`` characters, cut after a space where there is one in a part's last half."""
     left = ""
     for piece in pieces:
-        left, start = left + piece, 0  # a line of JSON is one piece: it is copied once, not once a part
+        left, start = left + piece, 0  # a line of JSON is one piece: it is copied once, not once per part
         while len(left) - start > part:
             space = max(left.rfind(mark, start + part // 2, start + part) for mark in "\n ")
             end = space + 1 if space >= 0 else start + part

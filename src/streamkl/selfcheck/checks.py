@@ -30,7 +30,7 @@ class Outcome:
 def accuracy(backend: str, device: torch.device, seeds: range, max_tokens: int) -> Iterator[Outcome | int]:
     """Seeded problems over the whole contract, held to the rule; yields how many are done, and at last the outcome.
 
-    Every other one runs without determinism, so that both ways through an engine are seen.
+    Every other one runs without determinism, so that both paths of an engine are checked.
     """
     engine = engines.choose(backend, device).engine.name
     dtypes = DTYPES if engine == "tiled" and device.type != "mps" else DTYPES[1:]

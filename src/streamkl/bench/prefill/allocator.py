@@ -1,7 +1,7 @@
 """Freed memory that stays with the process, as allocators of servers (jemalloc, tcmalloc) keep it.
 
-glibc takes every large tensor from the system and hands it back, so that each of its pages is cleared and mapped anew
-whenever a layer makes its activations. At 32K tokens that is a third of a dense prefill, and more of a sparse one.
+glibc takes every large tensor from the system and returns it, so that its pages are cleared and mapped again whenever a
+layer allocates its activations. At 32K tokens that is a third of a dense prefill, and more of a sparse one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc, from now on; returns whether there was a glibc to tell.
+    """Sets it in glibc for this process; returns whether there is a glibc.
 
     ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000`` in the environment does the same for any program.
     """

@@ -1,4 +1,4 @@
-"""The gate: with lists of all keys, sparse attention gives the logits of dense attention, or nothing is timed."""
+"""The gate: with all keys selected, sparse attention must give the logits of dense attention, or nothing is timed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def check(model: PreTrainedModel, prompt: Tensor, query_block: int) -> float:
     Args:
         model: The model, dense.
         prompt: ``[1, N]``: its first tokens are read.
-        query_block: Queries that share a list.
+        query_block: Queries that share their top-k.
 
     Returns:
-        The largest difference of a logit, as a share of what is allowed.
+        The largest difference of a logit, as a fraction of the allowed one.
     """
     prompt = prompt[:, :TOKENS]
     logits = {}
@@ -36,9 +36,9 @@ def check(model: PreTrainedModel, prompt: Tensor, query_block: int) -> float:
     handle.remove()
     one_rounding = torch.finfo(model.dtype).eps * logits["sdpa"].abs().max()
     allowed = 2 * (logits["eager"] - logits["sdpa"]).abs().max() + one_rounding
-    share = ((ours - logits["sdpa"]).abs().max() / allowed).item()
-    if not share <= 1:
+    ratio = ((ours - logits["sdpa"]).abs().max() / allowed).item()
+    if not ratio <= 1:
         raise RedGateError(
-            f"with all keys selected, logits differ from dense ones by {share:.1f} times what is allowed"
+            f"with all keys selected, logits differ from dense ones by {ratio:.1f} times what is allowed"
         )
-    return share
+    return ratio

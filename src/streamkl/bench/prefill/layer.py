@@ -1,4 +1,4 @@
-"""One layer's selection and sparse attention beside dense attention, from drawn tensors: no model around them."""
+"""One layer's selection and sparse attention beside dense attention, on random tensors, without a model."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class Seconds(NamedTuple):
 
 
 def run(layer: Layer, budget: float) -> Seconds:
-    """Measures dense attention, selection and sparse attention, which take turns.
+    """Measures dense attention, selection and sparse attention, in alternation.
 
     Args:
-        layer: What.
-        budget: Seconds that each may take in the mean.
+        layer: The layer.
+        budget: Seconds for each, on average.
     """
     check(layer)
     q, k, v, index_q, index_k = _drawn(layer)
-    # As transformers calls it: key heads are repeated, for this kernel wants as many as query heads.
+    # As transformers does: key heads are repeated, since this kernel needs as many as query heads.
     keys, values = (x.repeat_interleave(layer.layout.heads // layer.layout.kv_heads, 1) for x in (k, v))
-    lists = index_topk(index_q, index_k, topk=layer.topk, query_block=layer.query_block)
+    indices = index_topk(index_q, index_k, topk=layer.topk, query_block=layer.query_block)
     times = measure.alternate(
         {
             "sdpa": lambda: functional.scaled_dot_product_attention(q, keys, values, is_causal=True),
             "selection": lambda: index_topk(index_q, index_k, topk=layer.topk, query_block=layer.query_block),
-            "attention": lambda: sparse_attention(q, k, v, lists, query_block=layer.query_block),
+            "attention": lambda: sparse_attention(q, k, v, indices, query_block=layer.query_block),
         },
         budget,
     )
@@ -64,11 +64,11 @@ def run(layer: Layer, budget: float) -> Seconds:
 
 
 def check(layer: Layer) -> None:
-    """Raises `RedGateError` if with lists of all keys the output differs from dense attention by more than rounding."""
+    """Raises `RedGateError` if with all keys selected the output differs from dense attention by more than rounding."""
     small = layer._replace(tokens=min(layer.tokens, GATE_TOKENS))
     q, k, v, index_q, index_k = _drawn(small)
-    lists = index_topk(index_q, index_k, topk=small.tokens, query_block=small.query_block)
-    ours = sparse_attention(q, k, v, lists, query_block=small.query_block).double()
+    indices = index_topk(index_q, index_k, topk=small.tokens, query_block=small.query_block)
+    ours = sparse_attention(q, k, v, indices, query_block=small.query_block).double()
     group = small.layout.heads // small.layout.kv_heads
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
     dense = functional.scaled_dot_product_attention(q, keys, values, is_causal=True).double()

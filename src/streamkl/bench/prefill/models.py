@@ -24,7 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }  # fmt: skip
-"""Published shapes, by the name of their model; their weights are drawn."""
+"""Published shapes, by the name of their model; their weights are random."""
 
 
 def make(name: str, layers: int | None, dtype: torch.dtype) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from streamkl.indexer.base import Activation
 from streamkl.sparse import IndexTensors, Selector
 
 REFUSED = {"attn_logit_softcapping": "a soft cap on its logits", "sinks": "attention sinks"}
-"""Attributes of attention modules that change the softmax in ways that sparse attention does not have."""
+"""Attributes of attention modules that change the softmax, which sparse attention does not support."""
 
 Attention = Any
 """An attention module of transformers, whose attributes no type checker knows."""
