@@ -11,7 +11,7 @@ from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, ma
 CASES = {
     "paired": ({"heads": Heads(4, 2, 4, 2), "wanted": STUDENT + TEACHER}, 2 + 2, 2 + 2),
     "student": ({"heads": Heads(4, 2, 4, 2)}, 2, 2 + 2),
-    "one_sweep": ({"heads": Heads(4, 2, 2, 1), "teacher_lse": True}, 1, 4),
+    "one_pass": ({"heads": Heads(4, 2, 2, 1), "teacher_lse": True}, 1, 4),
     "rows": ({"heads": Heads(4, 2, 2, 1), "reduction": "none"}, 3, 2 + 2),
 }
 """Problem, and products per tile of teacher and student for loss and gradients."""

@@ -139,7 +139,7 @@ def packed_index(**changes: object) -> dict:
 
 
 def selected(*shape: int) -> torch.Tensor:
-    """Lists of pads."""
+    """Only padding."""
     return torch.full(shape, -1)
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there: written under another name, brought to the disk, then renamed."""
+"""Atomic files and folders: written under another name, synced to the disk, then renamed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 STAGING, READY = ".streamkl-writing", ".streamkl-written"
-"""Where files wait inside the folder that they are written to: while they are written, and when all of them are."""
+"""Folders inside the target folder: of files while they are written, and when all of them are written."""
 
 
 @contextlib.contextmanager
 def replacing_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A place to write files to, which replace those of the same names in ``folder`` when the block ends.
+    """A staging folder; its files replace those of the same names in ``folder`` when the ``with`` block ends.
 
-    Everything else in the folder stays, and if the block raises, all of it does. The last of several names is the
-    marker of the others: it is removed before they are replaced and comes after them, so that a process that dies in
-    between leaves no marker. The next call then brings the interrupted one to its end. One writer at a time.
+    Everything else in the folder stays; if the block raises, nothing changes. The last of several names is the marker
+    of the others: it is removed before they are replaced and written after them, so that a process that dies in between
+    leaves no marker. The next call then finishes the interrupted one. One writer at a time.
 
     Args:
-        folder: Made if it is not there. A link among its files is replaced, and not what it points to.
+        folder: Created if it does not exist. A link among its files is replaced, not its target.
         names: The files, all of which the block has to write.
 
     Example:
@@ -58,7 +58,7 @@ def replacing_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 
 
 def replace_folder(staged: Path, folder: Path) -> None:
-    """Brings a folder to the disk and gives it the name ``folder``, in place of what is there."""
+    """Syncs a folder to the disk and renames it to ``folder``, replacing what is there."""
     sync_all(staged)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(staged, folder)
@@ -103,7 +103,7 @@ def sync_all(folder: Path) -> None:
 
 
 def _publish(folder: Path, names: Sequence[str]) -> None:
-    """Moves what is ready to its place. It may be called again after it was interrupted anywhere."""
+    """Moves the finished files to their place. It can be repeated after an interruption at any point."""
     ready, marker = folder / READY, names[-1]
     if (ready / marker).exists():  # else all were moved, and this is what is left
         if len(names) > 1:

@@ -276,7 +276,7 @@ class Problem:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What rows and products are computed in."""
+        """The dtype that rows and products are computed in."""
         return compute_dtype(self.a.dtype, self.b.dtype)
 
 

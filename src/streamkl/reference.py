@@ -31,7 +31,7 @@ def attention_kl(
     divergence: str = "forward",
     reduction: str = "mean",
 ) -> Tensor:
-    """What `streamkl.attention_kl` computes, with the same arguments, in O(Nq Nk) memory."""
+    """The definition of `streamkl.attention_kl`, with the same arguments, in O(Nq Nk) memory."""
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
     if packed:
         teacher_q, teacher_k, student_q, student_k = (
@@ -64,7 +64,7 @@ def indexer_kl(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """What `streamkl.indexer_kl` computes, with the same arguments, in O(J Nq Nk) memory."""
+    """The definition of `streamkl.indexer_kl`, with the same arguments, in O(J Nq Nk) memory."""
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
     if packed:
         teacher_q, teacher_k, index_q = (x.transpose(0, 1)[None] for x in (teacher_q, teacher_k, index_q))
@@ -87,7 +87,7 @@ def attention_lse(
     cu_seqlens_k: Tensor | None = None,
     topk_indices: Tensor | None = None,
 ) -> Tensor:
-    """What `streamkl.attention_lse` computes, with the same arguments, in O(Nq Nk) memory."""
+    """The definition of `streamkl.attention_lse`, with the same arguments, in O(Nq Nk) memory."""
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
     if packed:
         q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
@@ -111,7 +111,7 @@ def sparse_attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """What `streamkl.sparse.sparse_attention` computes, with the same arguments, in O(Nq Nk) memory."""
+    """The definition of `streamkl.sparse.sparse_attention`, with the same arguments, in O(Nq Nk) memory."""
     packed = cu_seqlens_q is not None
     allowed = selected_pairs(
         q.shape[0 if packed else 2], k.shape[0 if packed else 2], indices, query_block, causal, window, cu_seqlens_q,

@@ -149,7 +149,7 @@ class MixtureState(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What a backward pass needs of both sides: row max ``m`` and log of the row sum ``ln l``, ``[B, heads, Nq]``.
+    """The row stats of both sides for a backward pass: row max ``m`` and ``ln`` of the row sum, ``[B, heads, Nq]``.
 
     Kept as pairs: their sum, the log-sum-exp, would round away the digits that a large offset has shifted out.
     """

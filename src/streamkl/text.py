@@ -1,6 +1,6 @@
-"""Text that a user names, as documents: files of text or of JSON lines, read piece by piece.
+"""A user's text as documents: files of text or of JSON lines, read piece by piece.
 
-No file is held in memory: a document longer than `PART` characters comes in parts. What cannot be read is a
+No file is held in memory: a document longer than `PART` characters comes in parts. Text that cannot be read raises a
 `TextError` that says where it is and what to do.
 """
 
@@ -20,7 +20,7 @@ LONGEST_LINE = 1 << 28
 """How many bytes a line of JSON may have: it is parsed as a whole."""
 
 SUFFIXES = (".txt", ".jsonl")
-"""What is taken from a folder."""
+"""The files that are read from a folder."""
 
 
 class TextError(ValueError):

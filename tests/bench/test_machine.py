@@ -1,4 +1,4 @@
-"""A record names the machine and the commit, and not somebody else's."""
+"""A record has the machine and the commit of the package."""
 
 import subprocess
 from pathlib import Path

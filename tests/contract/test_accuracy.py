@@ -118,7 +118,7 @@ def test_row_weights_and_reductions(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_strides_and_alignments(seed: int, backend: str) -> None:
-    """Each seed lays the same kind of problem out in another way, in a sea of nan."""
+    """Each seed lays out the same kind of problem differently, surrounded by nan."""
     for heads in (HEADS["gqa_both"], HEADS["odd_counts"]):
         assert_accurate(make_case(seed, heads=heads, causal=True, teacher_lse=seed % 2 == 0), backend)
 

@@ -15,7 +15,7 @@ from streamkl.testing import STUDENT, TEACHER, Heads, evaluate, make_case
         (Heads(4, 2, 4, 2), True, STUDENT),
         (Heads(8, 2, 2, 1), False, STUDENT),
     ],
-    ids=["rows", "one_sweep", "groups"],
+    ids=["rows", "one_pass", "groups"],
 )
 def test_repeated_calls_are_bit_equal(heads, teacher_lse, wanted, dtype, backend) -> None:
     case = make_case(0, heads=heads, dtypes=(dtype, dtype), causal=True, teacher_lse=teacher_lse, wanted=wanted)

@@ -1,4 +1,4 @@
-"""What infinite inputs give, the same on every engine: ``0 ln 0 = 0`` on the averaged side, else a row of nan."""
+"""What infinite inputs give, the same on every engine: ``0 ln 0 = 0`` on the target's side, else a row of nan."""
 
 import pytest
 import torch

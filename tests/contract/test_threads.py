@@ -1,4 +1,4 @@
-"""Calls of several threads at once have the bits that each has alone."""
+"""Calls of several threads at once give the same bits as each alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of several threads do not meet."""
+"""Batches of several threads stay apart."""
 
 from __future__ import annotations
 

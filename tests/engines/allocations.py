@@ -20,7 +20,7 @@ def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, t
     options = {"causal": True, "backend": backend}
     if path == "window":
         options["window"] = (8, 0)
-    if path in ("one_sweep", "window"):
+    if path in ("one_pass", "window"):
         options["teacher_lse"] = attention_lse(q, k, **options)
     if path in ("topk", "indexer"):
         student_q, student_k = torch.randn(1, INDEX_HEADS, tokens, dim, dtype=dtype), student_k[:, 0]

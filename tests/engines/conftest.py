@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 def allocations(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, int]]:
     """A function of tokens, dtype, path and backend that gives a call's peaks.
 
-    The path is ``one_sweep``, ``two_sweeps``, ``window``, ``indexer`` or ``topk``. Peaks are bytes of scratch, number
+    The path is ``one_pass``, ``two_passes``, ``window``, ``indexer`` or ``topk``. Peaks are bytes of scratch, number
     of gradients and their accumulators, of row vectors. Those are told by their sizes, which no tile has where
     ``tokens`` is odd.
     """

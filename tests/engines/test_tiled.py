@@ -131,7 +131,7 @@ def test_a_window_visits_only_its_tiles(blocks) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "path", "tokens"), [("float32", "two_sweeps", 16385), ("bfloat16", "one_sweep", 16385)]
+    ("dtype", "path", "tokens"), [("float32", "two_passes", 16385), ("bfloat16", "one_pass", 16385)]
 )
 def test_scratch_does_not_grow_with_the_sequence(dtype: str, path: str, tokens: int, allocations) -> None:
     short, long = (allocations(n, dtype, path, "tiled") for n in (4097, tokens))

@@ -63,7 +63,9 @@ def test_dense_scores_are_their_definition_and_topk_ranks_them(kind, activation)
     scores = indexer.scores(hidden)
     visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     torch.testing.assert_close(scores, expected.masked_fill(~visible, -torch.inf))
-    assert torch.equal(indexer.topk(hidden, 7), index_topk(q, k, w, topk=7, activation=activation))
+    for query_block in (1, 4):
+        options = {"topk": 7, "query_block": query_block}
+        assert torch.equal(indexer.topk(hidden, **options), index_topk(q, k, w, activation=activation, **options))
     selected = indexer.topk(hidden, 7).long()
     best = scores.topk(7, -1).values
     torch.testing.assert_close(
@@ -114,7 +116,7 @@ def test_packed_sequences_are_those_sequences(kind) -> None:
         alone = indexer.loss(part, q[:, :, start:end], k[:, :, start:end], reduction="none")
         torch.testing.assert_close(rows[:, start:end], alone[0])
         torch.testing.assert_close(scores[start:end, start:end], indexer.scores(part)[0])
-        torch.testing.assert_close(tensors.index_k[start:end], indexer(part).index_k[0])  # positions start anew
+        torch.testing.assert_close(tensors.index_k[start:end], indexer(part).index_k[0])  # positions start again
         assert torch.equal(selected[start:end], indexer.topk(part, 6)[0])
 
 

@@ -137,7 +137,7 @@ def materialised_topk() -> Callable[[Tensor, int], Tensor]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks so small that a small problem has many of them."""
+    """Tiles so small that a small problem has many of them."""
     monkeypatch.setattr(tiled_topk, "BLOCK_Q", 8)
     monkeypatch.setattr(tiled_topk, "BLOCK_K", 12)
     monkeypatch.setattr(tiled_attention, "GATHERED", 1000)

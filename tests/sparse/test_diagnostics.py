@@ -1,4 +1,4 @@
-"""Covered mass and recall against their definitions, materialised in float64."""
+"""Attention mass and recall against their definitions, materialised in float64."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SEEDS = range(60)
 
 
 def draw_indices(case, seed: int) -> torch.Tensor:
-    """A selection without repetition, with pads anywhere, and keys that the mask forbids among it."""
+    """Selected keys without repetition, with padding anywhere, and keys that the mask hides among them."""
     rng = torch.Generator().manual_seed(seed)
     attention = case.attention()
     count = 1 + seed % attention.shape[-1]

@@ -108,7 +108,7 @@ def test_compiled_whole_equals_eager(name: str, query_block: int, dynamic: bool)
 @pytest.mark.parametrize("query_block", [1, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_packed_and_compiled_whole_equals_eager(name: str, query_block: int, dynamic: bool) -> None:
-    """How many query_blocks there are depends on the sequences' lengths, which PyTorch traces where it is told to."""
+    """The number of query blocks depends on the sequences' lengths, which PyTorch traces where it is told to."""
     torch._dynamo.reset()
     function = FUNCTIONS[name](query_block)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=query_block > 1):

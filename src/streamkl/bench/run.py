@@ -98,7 +98,7 @@ def _stored(name: str, suite: Suite, facts: dict[str, str], options: Options) ->
 
 
 def _announce(cells: list[Cell], results: list[Record], suite: Suite) -> str:
-    """What is measured now, and, if it runs once, how long StreamKL should take, judging by the last cell."""
+    """The current measurement, and, if it runs once, an estimate of StreamKL's time from the last cell."""
     text = f"{cells[0]}{''.join(f' and {cell.direction}' for cell in cells[1:])}"
     done = [record for record in results if record.implementation == "streamkl" and record.seconds]
     if not suite.isolated or not done:

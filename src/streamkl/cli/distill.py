@@ -132,7 +132,7 @@ def _warn_of_small_topk(settings: Settings) -> None:
 
 
 def _stopped(last: Path | None, settings: Settings) -> str:
-    """What to do after an interruption."""
+    """The message after an interruption."""
     if last is None:
         return f"Stopped before the first checkpoint: there is one every --save-every {settings.save_every} steps."
     return f"Stopped. {last} is whole: the same command with --resume resumes from it."

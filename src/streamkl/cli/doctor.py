@@ -29,13 +29,13 @@ OPTIONAL = {
 
 @dataclass
 class Report:
-    """What the doctor found.
+    """The findings of the doctor.
 
     Attributes:
         versions: Name, version and remark of each package that matters.
         devices: Device, engine, the reason for it, and how the check went.
-        errors: What must be mended, each with how.
-        hints: What could be better, each with how.
+        errors: Problems that must be fixed, each with a fix.
+        hints: Possible improvements, each with a way to get them.
     """
 
     versions: list[tuple[str, str, str]] = field(default_factory=list)

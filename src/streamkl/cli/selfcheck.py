@@ -18,7 +18,7 @@ from streamkl.selfcheck import checks, report
 from streamkl.selfcheck.checks import Outcome
 
 INTERPRETED_SEEDS, INTERPRETED_TOKENS = 10, 16
-"""What Triton's interpreter is given: it takes a second for a small problem."""
+"""Problems for Triton's interpreter, which takes a second for a small one."""
 
 
 def run(device: torch.device, backend: str, seeds: int, quick: bool, output: Path) -> int:

@@ -22,7 +22,7 @@ PREFERENCE = ("triton", "cpu", "tiled")
 
 
 class Engine(Protocol):
-    """What ``ops`` asks of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs).
+    """The functions of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs).
 
     Row vectors of side ``b`` have ``problem.distributions`` heads, those of side ``a`` its heads. An indexer is a side
     ``b`` that is ``head_summed``; keys are selected where there is a ``support.topk``. An engine that lacks one or the
@@ -92,7 +92,7 @@ class Engine(Protocol):
 
 
 class SparseEngine(Protocol):
-    """What ``sparse.ops`` asks of an engine that selects keys and attends to them; not every one does.
+    """The functions of an engine that selects keys and attends to them; not every engine does.
 
     ``query_block`` consecutive rows of a sequence share their top-k (`Support.query_blocks`). Keys are counted from the
     first of their sequence; -1 stands for none. ``unsupported`` is asked about the problem of the side against itself.

@@ -189,7 +189,7 @@ def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> 
 
 
 class _Place(NamedTuple):
-    """Where a tile is: its keys as a slice, or ``[rows, keys]`` of indices; and which pairs of it are not allowed.
+    """The place of a tile: its keys as a slice, or ``[rows, keys]`` of indices; and which pairs are not allowed.
 
     For a part of a tile's rows, ``of_tile`` says which rows they are.
     """
@@ -231,7 +231,7 @@ class _Operand(NamedTuple):
         return self.w[place.batch, :, place.rows, None].to(self.dtype)
 
     def scores(self, r: int, place: _Place) -> Tensor:
-        """What the heads of distribution ``r`` make of a tile, ``[J, rows, keys]``, before weights and mask."""
+        """The scores of the heads of distribution ``r`` on a tile, ``[J, rows, keys]``, before weights and mask."""
         heads = self.heads(r)
         return self.score(self.q_tile(heads, place), self.k_tile(heads.start, place))
 
@@ -356,7 +356,7 @@ def _block(device: torch.device) -> tuple[int, int]:
 
 
 def _row_index(head: int, tiles: list[Tile]) -> tuple[int, int, slice]:
-    """Where a block's rows are in a row vector ``[B, heads, Nq]``."""
+    """The index of a block's rows in a row vector ``[B, heads, Nq]``."""
     return tiles[0].batch, head, tiles[0].rows
 
 

@@ -108,7 +108,7 @@ def _joined(parts: Iterable[Document], limit: int) -> str:
 
 
 def _sentence(text: str, start: int, end: int) -> int:
-    """Where the first sentence in ``[start, end)`` starts; ``start`` if none does."""
+    """The start of the first sentence in ``[start, end)``; ``start`` if there is none."""
     if start == 0:
         return 0
     found = [at + len(mark) for mark in (". ", ".\n", "\n\n", "? ", "! ") if (at := text.find(mark, start, end)) >= 0]

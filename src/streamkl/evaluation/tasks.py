@@ -26,7 +26,7 @@ HOPS = 2
 """How many times the value of variable tracking is passed on."""
 
 ENDS = (".", "!", "?", "\n", '."', ".”", "!”", "?”")
-"""What a token ends with where a sentence may be inserted after it."""
+"""Ends of tokens after which a sentence may be inserted."""
 
 
 class Context(NamedTuple):

@@ -20,7 +20,7 @@ SelectionBackend = Literal["auto", "triton", "cpu", "tiled"]
 
 
 class IndexTensors(NamedTuple):
-    """What ``indexer_kl`` takes: ``index_q [B, J, N, D]``, ``index_k [B, N, D]``, ``index_w [B, N, J]`` or ``None``.
+    """An indexer's tensors: ``index_q [B, J, N, D]``, ``index_k [B, N, D]``, ``index_w [B, N, J]`` or ``None``.
 
     Packed: ``[T, J, D]``, ``[T, D]``, ``[T, J]``.
     """

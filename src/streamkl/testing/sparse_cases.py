@@ -58,7 +58,7 @@ class SparseCase:
         return self.q.dim() == 3
 
     def starts(self) -> tuple[list[int], list[int]]:
-        """Where sequences start, and the last ends, in queries and keys."""
+        """The starts of sequences, and the end of the last, in queries and keys."""
         if self.packed:
             return self.mask["cu_seqlens_q"].tolist(), self.mask["cu_seqlens_k"].tolist()
         return [0, self.q.shape[2]], [0, self.k.shape[2]]

@@ -1,4 +1,4 @@
-"""Where a pass spends its time: parts add up to the whole, and the innermost one counts."""
+"""The time of each part of a pass: parts add up to the whole, and the innermost one counts."""
 
 import time
 

@@ -91,7 +91,7 @@ def test_repeated_calls_are_bit_equal(dtype: torch.dtype, kind: str, threads) ->
 
 
 def broken_topk(seed: int, nk: int) -> torch.Tensor:
-    """Lists without fault, but for some entries: keys twice, beyond the last one, or below -1."""
+    """Correct indices, but for some entries: keys twice, beyond the last one, or below -1."""
     rng = torch.Generator().manual_seed(seed)
     shape, columns = (1 + seed % 2, 1 + seed % 3, 70), 1 + seed * 7 % nk
     topk = torch.rand(*shape, nk, generator=rng).argsort(-1)[..., :columns]

@@ -19,9 +19,9 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("teacher_lse", [False, True], ids=["two_sweeps", "one_sweep"])
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["two_passes", "one_pass"])
 def test_repeated_calls_are_bit_equal(teacher_lse: bool, dtype: torch.dtype, threads) -> None:
-    """With more threads than heads, so that the rows of one head are shared out, and more blocks than threads."""
+    """With more threads than heads, so that the rows of one head are divided, and more blocks than threads."""
     threads(3)
     wanted = STUDENT if teacher_lse else STUDENT + TEACHER
     case = make_case(
@@ -70,7 +70,7 @@ def test_keys_that_share_memory_or_lie_far_apart() -> None:
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
-@pytest.mark.parametrize("teacher_lse", [False, True], ids=["two_sweeps", "one_sweep"])
+@pytest.mark.parametrize("teacher_lse", [False, True], ids=["two_passes", "one_pass"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [*range(2, 17), 24, 41, 49, 64])
 def test_a_row_that_sees_one_key_has_a_loss_of_exactly_zero(heads: int, dtype: torch.dtype, teacher_lse: bool) -> None:
@@ -88,7 +88,7 @@ def test_a_tile_of_logits_that_are_minus_infinity_is_passed_over() -> None:
     torch.testing.assert_close(attention_lse(q, k, backend="cpu"), attention_lse(q, k[:, :, 300:], backend="cpu"))
 
 
-@pytest.mark.parametrize("path", ["two_sweeps", "one_sweep"])
+@pytest.mark.parametrize("path", ["two_passes", "one_pass"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(dtype: str, path: str, allocations) -> None:
     # One thread, for what two hold at once depends on how their tasks fall together.
@@ -105,5 +105,5 @@ def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(dtype:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_scratch_of_a_group_of_many_wide_heads(dtype: str, allocations) -> None:
-    peaks = allocations(257, dtype, "one_sweep", "cpu", heads=128, dim=576)
+    peaks = allocations(257, dtype, "one_pass", "cpu", heads=128, dim=576)
     assert peaks["scratch"] <= peaks["threads"] * (16 << 20)

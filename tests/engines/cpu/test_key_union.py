@@ -1,4 +1,4 @@
-"""Lists of neighbouring queries that are attended to together: each query still has its own keys alone."""
+"""Unions of neighbouring queries' keys: each query still attends only to its own keys."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ def gradients(case: Case, threads: int) -> dict[str, torch.Tensor]:
     ).gradients  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["window", "one_sweep", "two_sweeps", "indexer"])
+@pytest.mark.parametrize("path", ["window", "one_pass", "two_passes", "indexer"])
 def test_64_threads_have_one_dk_and_scratch_of_their_own(path: str, allocations) -> None:
     """A dK for each would be 134 MB, which is more than all scratch."""
     one, many = (allocations(8193, "float32", path, "cpu", threads=threads) for threads in (1, 64))

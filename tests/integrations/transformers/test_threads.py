@@ -1,4 +1,4 @@
-"""Calls of several threads do not meet: each of them has the bits that it has alone."""
+"""Calls of several threads stay apart: each gives the same bits as alone."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
 
 
 def broken(device: torch.device, problem: Problem | None = None) -> str | None:
-    """Why this engine does not run the problem there though it should: its build failed, or does not load."""
+    """Why this engine should run the problem there and does not: its build failed, or does not load."""
     return None if _unsuited(device, problem) or _lacking() else _failure()
 
 
@@ -55,7 +55,7 @@ def _unsuited(device: torch.device, problem: Problem | None) -> str | None:
 
 @functools.cache
 def _lacking() -> str | None:
-    """What the machine lacks: it is not one that the engine is expected on."""
+    """The missing requirement of a machine on which the engine is not expected, or ``None``."""
     missing = build.missing()
     return None if missing is None else f"cannot be built: {missing}"
 

@@ -29,7 +29,7 @@ KEEP = 30
 
 
 def unfit() -> str | None:
-    """Why the engine is not for this machine, whatever is installed, or ``None``."""
+    """Why the engine cannot run on this machine with any software, or ``None``."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return f"it is built on Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
     if capability() not in CAPABILITY_FLAGS:
@@ -38,7 +38,7 @@ def unfit() -> str | None:
 
 
 def missing() -> str | None:
-    """Why nobody expects the engine here: the machine is unfit or has no compiler. ``None`` if it should be built."""
+    """Why the engine is not expected here: the machine is unfit or has no compiler. ``None`` if it should be built."""
     reason = unfit()
     if reason is not None:
         return reason
@@ -51,7 +51,7 @@ def missing() -> str | None:
 
 
 def library_paths() -> tuple[Path, Path]:
-    """Where the library for this machine may be: in the cache, and in the private folder that stands in for it."""
+    """The possible paths of the library for this machine: in the cache, and in the private folder as a fallback."""
     digest = hashlib.sha256()
     for source in (*_sources(), *sorted(SOURCES.glob("*.h"))):
         digest.update(source.read_bytes())

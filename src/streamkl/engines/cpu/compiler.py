@@ -22,7 +22,7 @@ CAPABILITY_FLAGS = {
     ),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }  # fmt: skip
-"""What the compiler may use, by the capability that torch reports (``ATEN_CPU_CAPABILITY`` lowers it)."""
+"""Flags for instruction sets, by the capability that torch reports (``ATEN_CPU_CAPABILITY`` lowers it)."""
 
 INSTALL = "install g++ 10 or later (Debian: apt install g++), or set CXX"
 
@@ -32,7 +32,7 @@ class BuildError(RuntimeError):
 
 
 def capability() -> str:
-    """What torch runs this CPU as: ``AVX512``, ``AVX2`` or ``DEFAULT``."""
+    """The CPU capability that torch uses: ``AVX512``, ``AVX2`` or ``DEFAULT``."""
     return torch.backends.cpu.get_cpu_capability().split("_")[0]
 
 
@@ -55,7 +55,7 @@ def command() -> tuple[str, ...] | None:
 
 
 def flags() -> tuple[str, ...]:
-    """What every source is compiled with on this machine."""
+    """The compiler flags of every source on this machine."""
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     rounding = ("-mavx512bf16",) if capability() == "AVX512" and _has("avx512_bf16") else ()
     return (*FLAGS, *CAPABILITY_FLAGS.get(capability(), ()), *rounding, abi)

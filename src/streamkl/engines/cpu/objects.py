@@ -52,7 +52,7 @@ def key(source: Path) -> str:
 
 
 def included(source: Path) -> list[Path]:
-    """The source, and the files beside it that it includes, by whatever way."""
+    """The source, and the files beside it that it includes, directly or indirectly."""
     found, waiting = set(), [source]
     while waiting:
         file = waiting.pop()

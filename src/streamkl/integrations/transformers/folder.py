@@ -24,7 +24,7 @@ FORMAT = 1
 DTYPES = ("BF16", "F16", "F32", "F64")
 """The allowed dtypes of weights, by their names in safetensors."""
 LEFT = (durable.STAGING, durable.READY)
-"""What a killed writer may have left in a folder."""
+"""Possible leftovers of a killed writer in a folder."""
 HEADER = 1 << 23
 """The most bytes of the names and shapes of the weights."""
 
@@ -109,7 +109,7 @@ def marker(folder: Path) -> Path:
 
 
 def _digests(path: Path) -> dict[str, str] | None:
-    """What a marker says: the digests of both files; ``None`` if it is none, or that of something else."""
+    """The content of a marker: the digests of both files; ``None`` if it is not such a marker."""
     try:
         found = schema.read(path) if path.is_file() else None
     except ValueError:

@@ -133,7 +133,7 @@ def _make(model: nn.Module, head_dim: int, activation: Activation, heads: int, t
 
 
 def _devices(model: nn.Module) -> dict[str, torch.device]:
-    """Where the attention of each layer is."""
+    """The device of each layer's attention."""
     attentions = family_of(model.config).attentions(model)
     return {str(layer): next(attention.parameters()).device for layer, attention in attentions.items()}
 

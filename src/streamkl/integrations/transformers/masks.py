@@ -76,7 +76,7 @@ class Mask:
         return tensor[index]
 
     def layout(self, device: torch.device) -> Layout:
-        """Where sequences lie, for sparse layers.
+        """The layout of sequences, for sparse layers.
 
         Raises:
             ValueError: The mask is not causal attention within sequences.

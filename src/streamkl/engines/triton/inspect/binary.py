@@ -1,4 +1,4 @@
-"""What a compiled kernel's machine code says: registers, spills, shared memory, and its main loop's instructions."""
+"""Figures of a compiled kernel's machine code: registers, spills, shared memory, instructions of its main loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import triton
 MMA = {
     "HMMA": "HMMA", "HGMMA": "WGMMA", "UTCHMMA": "tcgen05", "v_mfma": "MFMA",
 }  # fmt: skip
-"""Tensor-core instructions as the disassemblers print them, and what people call them."""
+"""Tensor-core instructions as the disassemblers print them, and their common names."""
 
 EXP = ("MUFU.EX2", "v_exp_f32")
 

@@ -1,7 +1,7 @@
-"""What each target allows, what a binary must not exceed, and the ceiling that its instructions set.
+"""The limits of each target, the budget of a binary, and the ceiling that its instructions set.
 
-A ceiling is an upper bound that nobody measured: the share of the tensor cores' peak that the main loop could reach if
-nothing ever waited, from the clocks that its products, its other instructions and its exponentials need at least.
+A ceiling is a computed upper bound, not a measurement: the share of the tensor cores' peak that the main loop could
+reach if nothing ever waited, from the least clocks of its products, its other instructions and its exponentials.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Target(NamedTuple):
         shared: Bytes of shared memory that a program may have.
         mma: The kind of its tensor-core instructions.
         macs: Half-precision multiply-adds per clock of one multiprocessor or compute unit, accumulating in float32.
-        issue: Instructions of a warp (wave) that it issues a clock.
-        exp: Exponentials of a warp (wave) that it computes a clock.
+        issue: Instructions of a warp (wave) that it issues per clock.
+        exp: Exponentials of a warp (wave) that it computes per clock.
     """
 
     shared: int
@@ -49,7 +49,7 @@ WARP_GROUP_ROWS = 64
 
 
 class Clocks(NamedTuple):
-    """What one pass of the main loop needs at least, in clocks of a multiprocessor."""
+    """The least clocks of a multiprocessor for one iteration of the main loop."""
 
     mma: float
     issue: float
@@ -62,7 +62,7 @@ class Clocks(NamedTuple):
 
 
 def violations(binary: Binary, launch: Launch, arch: str, half: bool) -> list[str]:
-    """What a kernel's binary breaks: spills, shared memory, the kind of its products."""
+    """The broken budgets of a kernel's binary: spills, shared memory, the kind of its products."""
     target, broken = TARGETS[arch], []
     rows = max(launch.constants["ROWS"], launch.constants.get("TARGET_ROWS", 0))
     mma = "HMMA" if rows < WARP_GROUP_ROWS and target.mma in ("WGMMA", "tcgen05") else target.mma

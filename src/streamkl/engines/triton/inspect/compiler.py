@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of a `Launch` for an architecture that need not be there."""
+"""Ahead-of-time compilation of a `Launch` for an architecture that need not be present."""
 
 from __future__ import annotations
 

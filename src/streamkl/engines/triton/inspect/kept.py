@@ -1,8 +1,8 @@
-"""What was read of binaries, kept beside the CPU engine's builds, so that nothing is compiled twice.
+"""Figures of binaries, cached beside the CPU engine's builds, so that nothing is compiled twice.
 
-Two launches with the same Triton IR, options and target are the same kernel: from there on the compiler sees nothing
-else of them. A head dim, for one, is a constant of every kernel and leaves no trace in those that read heads in chunks.
-So a launch is kept as the digest of its IR, and what its binary says by that digest.
+Two launches with the same Triton IR, options and target are the same kernel: the compiler depends on nothing else. A
+head dim, for one, is a constant of every kernel and leaves no trace in those that read heads in chunks. So a launch is
+cached as the digest of its IR, and the figures of its binary by that digest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streamkl.engines.triton.inspect.compiler import compile_launch
 from streamkl.engines.triton.launch import Launch
 
 READ = ("binary.py", "compiler.py")
-"""The modules beside this one that figures depend on: how a kernel is compiled, and what is read of it."""
+"""The modules that figures depend on: how a kernel is compiled, and how its binary is read."""
 
 
 class _Known(Exception):  # noqa: N818 - no error: it ends a compilation whose result is known
@@ -30,7 +30,7 @@ class _Known(Exception):  # noqa: N818 - no error: it ends a compilation whose r
 
 
 def binary_of(launch: Launch, arch: str, aligned: bool) -> tuple[str, Binary]:
-    """The digest of a launch's IR, and what its binary says: remembered, or compiled now."""
+    """The digest of a launch's IR, and the figures of its binary: from the cache, or compiled now."""
     named = _path(_launch_key(launch, arch, aligned))
     if named.exists():
         digest = json.loads(named.read_text())["ir"]
@@ -76,14 +76,14 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _launch_key(launch: Launch, arch: str, aligned: bool) -> str:
-    """Changes with the kernel and all that it calls, how it is cut, and its arguments."""
+    """A digest of the kernel and all that it calls, its config, and its arguments."""
     arguments = {name: _described(value) for name, value in launch.arguments.items()}
     cut = (launch.kernel.cache_key, arguments, launch.constants, launch.warps, launch.stages)
     return _digest(arch, aligned, cut)
 
 
 def _digest(*parts: Any) -> str:
-    """Changes with Triton, and with how kernels are compiled and read, too."""
+    """A digest that also depends on Triton, and on how kernels are compiled and read."""
     digest = hashlib.sha256(f"{triton.__version__} {parts}".encode())
     for name in READ:
         digest.update((Path(__file__).parent / name).read_bytes())
@@ -91,7 +91,7 @@ def _digest(*parts: Any) -> str:
 
 
 def _described(value: Any) -> Any:
-    """What a kernel is compiled for of an argument: of a tensor, its dtype."""
+    """The part of an argument that a kernel is compiled for: of a tensor, its dtype."""
     if isinstance(value, tuple):
         return tuple(_described(x) for x in value)
     return str(value.dtype) if isinstance(value, torch.Tensor) else value

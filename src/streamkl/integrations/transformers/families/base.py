@@ -1,4 +1,4 @@
-"""What a family of models must tell: which modules attend, and what their indexers read."""
+"""The interface of a model family: its attention modules, and the inputs of their indexers."""
 
 from __future__ import annotations
 
