@@ -11,7 +11,7 @@ STEPS, EVERY = 200, 25
 
 
 def train(planted_batch, backend: str) -> tuple[list[float], list[float], float]:
-    """Losses of 200 steps; the attention mass relative to the oracle's, every 25 steps, on held-out tokens; its recall."""
+    """Losses of 200 steps; mass relative to the oracle, every 25 steps, on held-out tokens; recall at the end."""
     torch.manual_seed(0)
     hidden, q, k = planted_batch(10**6)
     topk = hidden.shape[1] // 10

@@ -89,7 +89,7 @@ def show(report: Report, console: Console) -> None:
         for row in report.devices:
             devices.add_row(*row)
         console.print(devices)
-    for title, style, findings in (("To mend", "bold red", report.errors), ("Hints", "bold", report.hints)):
+    for title, style, findings in (("To fix", "bold red", report.errors), ("Hints", "bold", report.hints)):
         for what, how in findings:
             console.print(f"[{style}]{title}:[/] {what}", highlight=False)
             console.print(f"  {how}", highlight=False, markup=False)
