@@ -24,7 +24,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def named_keys(mesh) -> None:
+def selected_keys(mesh) -> None:
     """Indexers sharded by batch, with and without topk; heads sharded with one top-k head for all, or one for each."""
     dtypes = (torch.float64, torch.float64)
     topk = torch.rand(2, 9, 11, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :4]
@@ -38,14 +38,14 @@ def named_keys(mesh) -> None:
         (attention_kl, heads, STUDENT, topk, Shard(1)),
         (attention_kl, heads, STUDENT, topk[:, None].expand(2, 4, 9, 4).contiguous(), Shard(1)),
     ]
-    for (function, case, wanted, topk, placement), reduction in itertools.product(calls, ("mean", "none")):
+    for (function, case, wanted, indices, placement), reduction in itertools.product(calls, ("mean", "none")):
         options = {"causal": True, "reduction": reduction}
-        expected = run(case.tensors, wanted, function=function, topk_indices=topk, **options)
+        expected = run(case.tensors, wanted, function=function, topk_indices=indices, **options)
         tensors = {name: distribute_tensor(x, mesh, [placement]) for name, x in case.tensors.items()}
-        if topk is not None:
-            alone = placement == Shard(1) and topk.dim() == 3
-            topk = distribute_tensor(topk, mesh, [Replicate() if alone else placement])
-        got = run(tensors, wanted, function=function, topk_indices=topk, **options)
+        if indices is not None:
+            alone = placement == Shard(1) and indices.dim() == 3
+            indices = distribute_tensor(indices, mesh, [Replicate() if alone else placement])
+        got = run(tensors, wanted, function=function, topk_indices=indices, **options)
         for name, ours, plain in zip(("loss", *wanted), got, expected, strict=True):
             assert isinstance(ours, DTensor), name
             torch.testing.assert_close(whole(ours), plain, rtol=1e-12, atol=1e-12, msg=f"{function} {placement} {name}")
@@ -87,7 +87,7 @@ def main() -> None:
     got = run(tensors, wanted, causal=True, compiled=True)
     for ours, plain in zip(got, expected, strict=True):
         torch.testing.assert_close(whole(ours), plain, rtol=1e-12, atol=1e-12)
-    named_keys(mesh)
+    selected_keys(mesh)
     lse = attention_lse(tensors["teacher_q"], tensors["teacher_k"])
     assert isinstance(lse, DTensor)
     dist.destroy_process_group()
