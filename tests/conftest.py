@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,6 +15,10 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one thread each, in the processes they start too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch's own outlives a run, and a kernel in it its instruction set
+    _compiled = tempfile.TemporaryDirectory(prefix="streamkl-inductor-")  # workers inherit it; removed at the end
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 from streamkl.engines import tiled
 from streamkl.engines.triton import architecture
