@@ -1,4 +1,4 @@
-.PHONY: install format lint types test test-fast test-oldest fuzz fuzz-triton mutants kernels bench memory long-context wheel quickstart ci
+.PHONY: install format lint types test test-fast test-nightly test-oldest fuzz fuzz-triton mutants kernels bench memory long-context wheel quickstart ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -22,6 +22,9 @@ test:
 test-fast:
 	pytest -n 2 -m 'not slow' --fuzz-seeds 60
 
+test-nightly:  ## everything: 2,000 fuzz seeds, every case in Triton's interpreter, and the tests that take minutes; hours
+	pytest -n 2 --nightly --fuzz-seeds 2000
+
 test-oldest:  ## the same tests on the oldest torch that we support, whose own warnings are none of ours
 	python -m venv .venv-oldest
 	.venv-oldest/bin/pip install torch==2.6.0
@@ -33,7 +36,7 @@ fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 	pytest -n 2 -q tests/contract/test_fuzz.py --fuzz-seeds $(or $(SEEDS),2000) --fuzz-from $(or $(FROM),0)
 
 fuzz-triton:  ## 1,000 small problems in Triton's interpreter
-	pytest -n 2 -q tests/contract/test_fuzz.py -k triton --every-seed --fuzz-seeds $(or $(SEEDS),1000) --fuzz-from $(or $(FROM),0)
+	pytest -n 2 -q tests/contract/test_fuzz.py -k triton --nightly --fuzz-seeds $(or $(SEEDS),1000) --fuzz-from $(or $(FROM),0)
 
 mutants:  ## small mutations of the sources, each of which a test must notice; ONLY=state.py for those of a file, or by name
 	python tests/mutants/run.py $(ONLY) --jobs $(or $(JOBS),2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,10 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: one thread each, in the processes they start too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch's own outlives a run, and a kernel in it its instruction set
+    _compiled = tempfile.TemporaryDirectory(prefix="streamkl-inductor-")  # workers inherit it; removed at the end
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 from streamkl.engines import tiled
 from streamkl.engines.triton import architecture
@@ -25,8 +31,10 @@ pytest_plugins = ["streamkl.testing.nan_poison"]
 ENGINES = ("tiled", "cpu", "triton")
 LIMITED = {"sparse": ("tiled", "cpu")}
 """By the mark of a test, the engines that do what it asks; without one, all do."""
-INTERPRETED_EVERY = {"topk": 30, "attends": 30, "indexer": 3, "": 2}
-"""Triton's interpreter takes one of so many seeds, by the mark of a test: with topk each query is a program."""
+INTERPRETED_EVERY = {"topk": 30, "attends": 30, "indexer": 3, "": 3}
+"""Of how many seeds Triton's interpreter takes one, by the mark of a test: a query that selects keys is a program."""
+INTERPRETED_CASES = 5
+"""Of how many parametrised cases of any other test it takes one: prime to 2, 3 and 4, so that all values take part."""
 TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 """A tile of the Triton engine: the interpreter takes as long for a row as for many."""
 
@@ -34,7 +42,7 @@ TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seeds", type=int, default=300, help="how many seeded problems the fuzz runs")
     parser.addoption("--fuzz-from", type=int, default=0, help="the first seed of the fuzz")
-    parser.addoption("--every-seed", action="store_true", help="the fuzz leaves out no seed in Triton's interpreter")
+    parser.addoption("--nightly", action="store_true", help="leave out neither cases of the interpreter nor long tests")
     parser.addoption("--needles", type=int, default=2, help="how many numbers a real model looks for in prose")
 
 
@@ -49,20 +57,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what the interpreter takes long for: half of the seeds, and most of those of selected keys.
+    """Leaves out what takes long and differs little: tests marked ``nightly``, and most cases of Triton's interpreter.
 
-    What it runs besides the fuzz is slow.
+    Not with ``--nightly``, nor where a case is named. What the interpreter runs besides the fuzz is slow.
     """
     for item in items:
-        drawn = _drawn(item)
-        if drawn.get("backend") == "triton" and "fuzz_seed" not in drawn:
+        if item.get_closest_marker("nightly") or (_is_interpreted(item) and "fuzz_seed" not in _drawn(item)):
             item.add_marker(pytest.mark.slow)
-    if config.getoption("--every-seed"):
+    if config.getoption("--nightly") or any("[" in argument for argument in config.args):
         return
-    left_out = [item for item in items if _is_left_out(item)]
+    kept, left_out, cases = [], [], Counter[str]()
+    for item in items:
+        is_left_out = item.get_closest_marker("nightly") is not None
+        if _is_interpreted(item):
+            test, seed = item.nodeid.partition("[")[0], _drawn(item).get("fuzz_seed")
+            every = next(n for mark, n in INTERPRETED_EVERY.items() if not mark or item.get_closest_marker(mark))
+            number, every = (cases[test], INTERPRETED_CASES) if seed is None else (seed, every)
+            is_left_out = is_left_out or number % every != 0
+            cases[test] += 1
+        (left_out if is_left_out else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not _is_left_out(item)]
+        items[:] = kept
 
 
 def _drawn(item: pytest.Item) -> dict[str, Any]:
@@ -70,12 +86,8 @@ def _drawn(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
-def _is_left_out(item: pytest.Item) -> bool:
-    drawn = _drawn(item)
-    if drawn.get("backend") != "triton" or "fuzz_seed" not in drawn:
-        return False
-    every = next(n for mark, n in INTERPRETED_EVERY.items() if not mark or item.get_closest_marker(mark))
-    return drawn["fuzz_seed"] % every != 0
+def _is_interpreted(item: pytest.Item) -> bool:
+    return _drawn(item).get("backend") == "triton" or item.get_closest_marker("interpreted") is not None
 
 
 @pytest.fixture

@@ -51,9 +51,9 @@ def indexer_cases() -> list[Case]:
         ("tiled", 1, 3),
         ("cpu", 1, 25),
         ("cpu", 2, 25),
-        pytest.param("tiled", 1, 25, marks=pytest.mark.slow),
-        pytest.param("cpu", 1, 200, marks=pytest.mark.slow),
-        pytest.param("cpu", 2, 200, marks=pytest.mark.slow),
+        pytest.param("tiled", 1, 25, marks=pytest.mark.nightly),
+        pytest.param("cpu", 1, 200, marks=pytest.mark.nightly),
+        pytest.param("cpu", 2, 200, marks=pytest.mark.nightly),
     ],
 )
 def test_eight_threads_have_the_loss_and_the_gradients_that_each_call_has_alone(

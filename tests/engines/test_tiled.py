@@ -130,13 +130,11 @@ def test_a_window_visits_only_its_tiles(blocks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "path", "tokens"), [("float32", "two_passes", 16385), ("bfloat16", "one_pass", 16385)]
-)
+@pytest.mark.parametrize(("dtype", "path", "tokens"), [("float32", "two_passes", 8193), ("bfloat16", "one_pass", 8193)])
 def test_scratch_does_not_grow_with_the_sequence(dtype: str, path: str, tokens: int, allocations) -> None:
     short, long = (allocations(n, dtype, path, "tiled") for n in (4097, tokens))
     print(f"{dtype}, {path}: {short} at 4,097 tokens, {long} at {tokens:,}")
-    assert long["allocations"] > 20_000, "the hook saw nothing"
+    assert long["allocations"] > 10_000, "the hook saw nothing"
     assert long["gradients"] <= 4, "two gradients, and their float32 accumulators"
     assert long["rows"] <= 14
     assert long["scratch"] <= 64 << 20
@@ -148,7 +146,7 @@ def test_scratch_does_not_grow_with_the_sequence(dtype: str, path: str, tokens: 
 def test_scratch_of_an_indexer_and_of_selected_keys_does_not_grow_with_the_sequence(path: str, allocations) -> None:
     short, long = (allocations(n, "bfloat16", path, "tiled") for n in (4097, 8193))
     print(f"{path}: {short} at 4,097 tokens, {long} at 8,193")
-    assert long["allocations"] > 20_000, "the hook saw nothing"
+    assert long["allocations"] > 10_000, "the hook saw nothing"
     assert long["gradients"] <= 6, "three gradients, and their float32 accumulators"
     assert long["scratch"] <= 64 << 20
     assert abs(long["scratch"] - short["scratch"]) <= 0.1 * short["scratch"]

@@ -50,9 +50,11 @@ def test_any_number_of_threads_is_accurate(dtype: torch.dtype, heads: Heads, cou
 
 @pytest.mark.parametrize("large", [30.0, 3000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_that_rise_from_tile_to_tile(dtype: torch.dtype, large: float) -> None:
+@pytest.mark.parametrize("heads", [Heads(), Heads(4, 2, 1, 1)], ids=["per_head", "mean"])
+def test_logits_that_rise_from_tile_to_tile(heads: Heads, dtype: torch.dtype, large: float) -> None:
     """A row's reference is set by its first tile; far larger logits in later ones must move it, in these rows alone."""
-    case = make_case(2, tokens=(200, 1200), dtypes=(dtype, dtype), wanted=STUDENT + TEACHER)
+    wanted = STUDENT + TEACHER if heads.teacher == heads.student else STUDENT
+    case = make_case(2, heads=heads, tokens=(200, 1200), dtypes=(dtype, dtype), wanted=wanted, reduction="none")
     rising = torch.linspace(0.0, large, 1200).unsqueeze(-1)
     for name in ("teacher_k", "student_k"):
         case.tensors[name] = (case.tensors[name] * (1 + rising)).to(dtype)
@@ -60,10 +62,13 @@ def test_logits_that_rise_from_tile_to_tile(dtype: torch.dtype, large: float) ->
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
-def test_keys_that_share_memory_or_lie_far_apart() -> None:
+@pytest.mark.parametrize("apart", [1 << 22, 1 << 27], ids=["", "beyond_2^32"])  # in bytes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_that_share_memory_or_lie_far_apart(dtype: torch.dtype, apart: int) -> None:
     """They cannot be multiplied where they lie."""
-    case = make_case(3, heads=Heads(1, 1, 1, 1), dims=(64, 64), tokens=(64, 64), dtypes=(torch.bfloat16,) * 2, batch=1)
-    far = torch.zeros(64, (1 << 20) + 64, dtype=torch.bfloat16)[:, :64]
+    case = make_case(3, heads=Heads(1, 1, 1, 1), dims=(64, 64), tokens=(64, 64), dtypes=(dtype, dtype), batch=1)
+    step = apart // dtype.itemsize
+    far = torch.empty(63 * step + 64, dtype=dtype).as_strided((64, 64), (step, 1))  # what is not read takes no memory
     case.tensors["teacher_k"] = far.copy_(case.tensors["teacher_k"][0, 0])[None, None]
     case.tensors["student_k"] = case.tensors["student_k"][:, :, :1].expand(-1, -1, 64, -1)
     errors = check_accuracy(case, "cpu")
@@ -92,9 +97,9 @@ def test_a_tile_of_logits_that_are_minus_infinity_is_passed_over() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(dtype: str, path: str, allocations) -> None:
     # One thread, for what two hold at once depends on how their tasks fall together.
-    short, long = (allocations(tokens, dtype, path, "cpu", threads=1) for tokens in (4097, 16385))
-    both = allocations(16385, dtype, path, "cpu", threads=2)
-    print(f"{dtype}, {path}: {short} at 4,097 tokens, {long} at 16,385; {both}")
+    short, long = (allocations(tokens, dtype, path, "cpu", threads=1) for tokens in (4097, 8193))
+    both = allocations(8193, dtype, path, "cpu", threads=2)
+    print(f"{dtype}, {path}: {short} at 4,097 tokens, {long} at 8,193; {both}")
     assert short["scratch"] > 1 << 19, "the hook saw nothing"
     assert abs(long["scratch"] - short["scratch"]) <= 0.1 * short["scratch"]
     assert both["scratch"] <= both["threads"] * min(16 << 20, 1.1 * long["scratch"])

@@ -71,6 +71,7 @@ def sanitizer(monkeypatch: pytest.MonkeyPatch) -> dict:
     return state
 
 
+pytestmark = pytest.mark.interpreted
 CASES = {
     "paired": {"heads": Heads(2, 1, 2, 2), "wanted": STUDENT + TEACHER},
     "mixture": {"heads": Heads(6, 3, 2, 1), "reduction": "none"},

@@ -141,7 +141,7 @@ SM_90 = {
     },
     "keys_group": {
         64: Config(128, 32, 8, 1),
-        128: Config(128, 32, 8, 1),
+        128: Config(128, 32, 8, 1, hold=64),
         256: Config(128, 32, 8, 2, hold=128),
         1024: Config(128, 32, 8, 2, hold=128),
     },
@@ -212,6 +212,7 @@ SM_100 = SM_90 | {
         **SM_90["queries_group"],
         64: Config(128, 64, 8, 1),
         128: Config(128, 32, 8, 1),
+        256: Config(128, 32, 4, 1, hold=128),
     },
     "lse_index": {
         1024: Config(128, 64, 8, 1, hold=128),
