@@ -61,7 +61,7 @@ wheel:
 	python -m build --wheel
 
 docs:  ## the site, in build/site; fails on a warning, a broken link or an undocumented public name
-	PYTHONPATH=docs/tools zensical build --clean --strict
+	PYTHONPATH="docs/tools$${PYTHONPATH:+:$$PYTHONPATH}" zensical build --clean --strict
 	python docs/tools/check.py build/site
 
 ci:
