@@ -1,4 +1,4 @@
-.PHONY: install format lint types test test-fast test-nightly test-oldest fuzz fuzz-triton mutants kernels bench memory long-context wheel quickstart ci
+.PHONY: install format lint types docs test test-fast test-nightly test-oldest fuzz fuzz-triton mutants kernels bench memory long-context wheel quickstart ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -62,6 +62,10 @@ quickstart:  ## from a checkpoint to trained indexers and a report (docs/quickst
 
 wheel:
 	python -m build --wheel
+
+docs:  ## the site, in build/site; fails on a warning, a broken link or an undocumented public name
+	PYTHONPATH="docs/tools$${PYTHONPATH:+:$$PYTHONPATH}" zensical build --clean --strict
+	python docs/tools/check.py build/site
 
 ci:
 	bash .ci/run

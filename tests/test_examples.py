@@ -7,6 +7,10 @@ import inspect
 import pkgutil
 import re
 import runpy
+import shutil
+import struct
+import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ import pytest
 import streamkl
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def installed(package: str) -> bool:
@@ -23,10 +27,17 @@ def installed(package: str) -> bool:
 
 def python_blocks() -> list:
     """Each page's ``python`` blocks, joined: a page reads from top to bottom."""
-    elsewhere = {"quickstart-sparse.md"} | ({"transformers.md"} if not installed("transformers") else set())
-    pages = [page for page in PAGES if page.name not in elsewhere]  # the first's run in test_quickstart.py
-    blocks = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages}
-    return [pytest.param("\n".join(code), id=page.name) for page, code in blocks.items() if code]
+    pages = [page for page in PAGES if page.name != "quickstart-sparse.md"]  # which runs in test_quickstart.py
+    blocks = {page: "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)) for page in pages}
+    return [
+        pytest.param(
+            code,
+            id=str(page.relative_to(ROOT)),
+            marks=pytest.mark.skipif("transformers" in code and not installed("transformers"), reason="transformers"),
+        )
+        for page, code in blocks.items()
+        if code
+    ]
 
 
 def modules() -> list[str]:
@@ -64,6 +75,60 @@ def test_first_readme_example_prints_a_loss_and_gradients(capsys: pytest.Capture
 def test_training_example_learns() -> None:
     losses = runpy.run_path(str(ROOT / "examples" / "train_student.py"))["main"]()
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_indexer_example_learns() -> None:
+    before, after = runpy.run_path(str(ROOT / "examples" / "train_indexer.py"))["main"](steps=40)
+    assert before < 0.6
+    assert after > 0.9
+
+
+@pytest.mark.slow
+def test_sparsity_example_measures_every_layer() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gguf")
+    masses = runpy.run_path(str(ROOT / "examples" / "how_sparse.py"))["main"](tokens=128, budgets=(8, 32))
+    assert {budget: len(layers) for budget, layers in masses.items()} == {8: 30, 32: 30}
+    assert all(0 < few <= many <= 1.001 for few, many in zip(*masses.values(), strict=True))
+
+
+@pytest.mark.slow
+def test_generation_example_is_dense_again_at_the_end() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gguf")
+    main = runpy.run_path(str(ROOT / "examples" / "sparse_generate.py"))["main"]
+    answers = main(tokens=160, topk=160, query_block=32)
+    assert answers["all keys again"] == answers["all keys"]
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="the novels come in a Debian package")
+def test_novels_are_read_from_a_debian_package(tmp_path: Path) -> None:
+    def string(text: str) -> bytes:
+        return struct.pack(">2i", 9, len(text)) + text.encode()
+
+    lines = ["NORTHANGER ABBEY", "", "No one who had ever", "seen her.", "", "Second."]
+    vector = struct.pack(">2i", 16, len(lines)) + b"".join(map(string, lines))
+    record = b"X\n" + struct.pack(">4I", 3, 0, 0, 5) + b"UTF-8" + vector
+    data = tmp_path / "package" / "usr" / "lib" / "R" / "site-library" / "janeaustenr" / "data"
+    data.mkdir(parents=True)
+    (data / "Rdata.rdb").write_bytes(struct.pack(">I", len(record)) + zlib.compress(record))
+    (tmp_path / "package" / "DEBIAN").mkdir()
+    control = "Package: novels\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: novels\n"
+    (tmp_path / "package" / "DEBIAN" / "control").write_text(control)
+    package = tmp_path / "novels.deb"
+    subprocess.run(["dpkg-deb", "--build", str(tmp_path / "package"), str(package)], check=True, capture_output=True)
+    main = runpy.run_path(str(ROOT / "examples" / "austen.py"))["main"]
+    (written,) = main(package, tmp_path / "books")
+    assert written.name == "northanger-abbey.txt"
+    assert written.read_text() == "NORTHANGER ABBEY\n\nNo one who had ever seen her.\n\nSecond.\n"
+
+
+def test_every_example_says_how_it_is_started_and_is_run_by_a_test() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for path in sorted((ROOT / "examples").glob("*.*")):
+        start = path.read_text()[:800]
+        assert re.search(rf"(python|bash) examples/{path.name}|make {path.stem}", start), path.name
+        assert f'"{path.name}"' in tests, f"no test runs {path.name}"
 
 
 @pytest.mark.parametrize("module", modules())
