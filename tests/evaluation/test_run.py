@@ -26,7 +26,7 @@ from streamkl.sparse import IndexerSelector
 def command(name: str, model: Path, book: Path, output: Path, *more: str) -> tuple[int, str]:
     words = [name, str(model), "--text", str(book), "--lengths", "256", "--budgets", "32", "--query-blocks", "1", "16"]
     words += ["--contexts", "2", "--segments", "2", "--layer-segments", "1", "--dtype", "float32"]
-    found = CliRunner().invoke(app, [*words, "--output", str(output), *more])
+    found = CliRunner(env={"COLUMNS": "1000"}).invoke(app, [*words, "--output", str(output), *more])
     return found.exit_code, " ".join((found.output + found.stderr).replace("│", " ").split())
 
 
