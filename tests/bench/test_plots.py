@@ -31,6 +31,15 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 10_000 for path in written)
 
 
+def test_times_beside_attention_have_a_panel_for_each_denominator() -> None:
+    figure = plots.beside_attention(records())
+    assert figure is not None
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        "time / time of attention's forward",
+        "time / time of attention's forward and backward",
+    ]
+
+
 def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     assert plots.draw([r for r in records() if r.suite == "memory"], tmp_path) == [tmp_path / "memory.png"]
     assert plots.draw([], tmp_path) == []

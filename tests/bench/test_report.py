@@ -27,6 +27,15 @@ def test_geometric_mean_and_ends() -> None:
     assert "forward, bfloat16: streamkl / products at D = 128: 4" in lines
 
 
+def test_a_baseline_that_moves_during_the_run_makes_no_headline() -> None:
+    cell = Cell.square(8, 4096, 64)
+    for moved, told in ((1.14, "streamkl / sdpa: 0.5"), (1.2, "streamkl / sdpa: no headline, for sdpa moved by 20%")):
+        attention = record(cell, "sdpa", 2.0)
+        attention.seconds = [2.0] * 4 + [2.0 * moved] * 2
+        (line,) = summary([record(cell, "streamkl", 1.0), attention])
+        assert line.startswith(f"forward, bfloat16: {told}"), line
+
+
 def test_a_backward_is_what_it_adds_to_the_forward() -> None:
     records = []
     for direction, ours, eager in (("forward", 1.0, 40.0), ("training", 3.0, 60.0)):

@@ -41,6 +41,15 @@ def test_both_directions_of_a_cell_take_turns(options: harness.Options, monkeypa
     ]
 
 
+def test_student_gradients_and_all_gradients_have_one_time_of_attention(options: harness.Options) -> None:
+    cells = tuple(replace(CELLS[1], direction=direction) for direction in ("training", "training-both"))
+    found = run(Suite("a question", cells, ("sdpa",)), options)
+    student, both = (r.seconds for r in found if r.implementation == "sdpa")
+    ours, all_of_ours = (r.seconds for r in found if r.implementation == "streamkl")
+    assert student == both
+    assert ours != all_of_ours
+
+
 def test_an_interrupted_run_is_resumed(options: harness.Options, monkeypatch: pytest.MonkeyPatch) -> None:
     longer = replace(SUITE, cells=(*CELLS, Cell.square(1, 96, 16, dtype="float32")))
     measured = []

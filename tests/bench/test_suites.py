@@ -1,5 +1,7 @@
 """The suites have the cells that they claim, and those of real models are what their configurations say."""
 
+from dataclasses import replace
+
 from streamkl.bench.implementations import BASELINES
 from streamkl.bench.models import MODELS
 from streamkl.bench.suites import QUICK_CELLS, QUICK_TOKENS, SUITES
@@ -31,3 +33,9 @@ def test_a_student_head_divides_the_teacher_s() -> None:
     for layout in MODELS.values():
         assert layout.heads % layout.kv_heads == 0
     assert {cell.heads.student for cell in SUITES["models"].cells} == {1} | {m.heads for m in MODELS.values()}
+
+
+def test_directions_of_a_training_shape_are_measured_in_one_run() -> None:
+    cells = SUITES["training"].cells
+    assert [cell.direction for cell in cells] == ["training", "training-both"] * (len(cells) // 2)
+    assert [replace(cell, direction="training-both") for cell in cells[::2]] == list(cells[1::2])

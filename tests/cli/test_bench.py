@@ -12,6 +12,7 @@ from streamkl.bench import gate
 from streamkl.bench import run as harness
 from streamkl.bench.suites import SUITES
 from streamkl.cli import app
+from streamkl.cli.bench import SUITE_NAMES
 from streamkl.engines import tiled
 
 SHAPE = ("--shape", "1x2x130x32", "--backend", "tiled", "--dtype", "float32", "--seconds", "0.02", "--no-memory")
@@ -24,6 +25,11 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bench(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def shown(result: Any) -> str:
+    """What a command printed, in one line without the borders of panels."""
+    return " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_red_gate_prints_no_figure_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -39,7 +45,7 @@ def test_a_red_gate_prints_no_figure_and_exits_with_1(monkeypatch: pytest.Monkey
 
 def test_a_shape_is_measured_shown_drawn_and_kept(tmp_path: Path) -> None:
     output = tmp_path / "bench.jsonl"
-    arguments = ("run", *SHAPE, "--baselines", "eager,sdpa,composed", "--output", str(output))
+    arguments = ("run", *SHAPE, "--baselines", "eager", "sdpa", "composed", "--output", str(output))
     result = bench(*arguments)
     assert result.exit_code == 0, result.output
     assert "forward, float32: streamkl / sdpa: " in result.output
@@ -98,7 +104,7 @@ def test_memory_is_measured_apart_and_limited(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(arguments: tuple[str, ...], message: str) -> None:
     result = bench("run", *arguments)
     assert result.exit_code == 2
-    assert message in " ".join(result.output.replace("│", " ").split())
+    assert message in shown(result)
 
 
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -107,19 +113,25 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "streamkl.bench.plots", raising=False)
     monkeypatch.delattr("streamkl.bench.plots", raising=False)
     result = bench("plot", str(tmp_path / "bench.jsonl"))
-    assert result.exit_code == 1
-    assert "pip install 'streamkl[bench]'" in result.output
+    assert result.exit_code == 2
+    assert "pip install 'streamkl[bench]'" in shown(result)
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
     result = bench("distill", "--model", str(tmp_path / "nowhere"), "--length", "64", "128")
-    assert result.exit_code == 1
-    assert "nowhere" in result.output
+    assert result.exit_code == 2
+    assert "nowhere" in shown(result)
     assert "Traceback" not in result.output
 
 
 def test_a_step_of_distillation_needs_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = bench("distill", "--model", str(tmp_path))
-    assert result.exit_code == 1
-    assert "pip install 'streamkl[hf]'" in result.output
+    assert result.exit_code == 2
+    assert "pip install 'streamkl[hf]'" in shown(result)
+
+
+def test_the_help_names_every_suite_and_no_type_of_python() -> None:
+    assert SUITE_NAMES.split(", ") == list(SUITES)
+    for command in ("run", "prefill", "distill"):
+        assert "list[" not in bench(command, "--help").output

@@ -195,3 +195,8 @@ def test_autocast_casts_queries_and_keys_alike(kind) -> None:
 def test_wrong_arguments_are_refused(call, message) -> None:
     with pytest.raises(ValueError, match=message):
         call(make("lightning"), torch.randn(2, TOKENS, HIDDEN))
+
+
+@pytest.mark.parametrize(("head_dim", "rotated"), [(32, 16), (128, 64), (6, 2)])
+def test_half_of_a_lightning_head_is_rotated_unless_said_otherwise(head_dim: int, rotated: int) -> None:
+    assert LightningIndexer(128, heads=4, head_dim=head_dim).rope_dim == rotated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 
@@ -23,6 +24,20 @@ DIRECTIONS = {
     "training-both": ("forward and backward, all gradients", "^", "#7570b3"),
 }
 """Label, marker and colour."""
+
+
+class Panel(NamedTuple):
+    """One axis has one denominator."""
+
+    title: str
+    directions: tuple[str, ...]
+    denominator: str
+
+
+PANELS = (
+    Panel("Forward", ("forward",), "attention's forward"),
+    Panel("Forward and backward", ("training", "training-both"), "attention's forward and backward"),
+)
 
 
 def draw(records: list[Record], directory: Path) -> list[Path]:
@@ -45,18 +60,25 @@ def beside_attention(records: list[Record]) -> Figure | None:
     if not cells:
         return None
     shapes = list(dict.fromkeys(replace(cell, direction="forward") for cell in cells))
-    figure, axes = plt.subplots(figsize=(8, 2 + 0.36 * len(shapes)), layout="constrained")
-    for direction, (label, marker, colour) in DIRECTIONS.items():
-        _dots(axes, cells, shapes, direction, "streamkl", marker=marker, color=colour, label=label, markersize=7)
-    bars = {"color": "black", "markersize": 13, "markeredgewidth": 2, "label": "the forward's products alone"}
-    _dots(axes, cells, shapes, "forward", "products", marker="|", **bars)
-    axes.axvline(1, color="black", linewidth=1, linestyle="--", label="attention")
-    axes.set_yticks(range(len(shapes)), [cell_name(shape) for shape in shapes])
-    axes.set_ylim(len(shapes) - 0.5, -0.5)
-    axes.set_xlim(0, max(1.1, axes.get_xlim()[1]))
-    axes.set_xlabel("time / time of scaled_dot_product_attention, forward or forward and backward")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    _finish(figure, axes, "What the divergence costs beside attention itself", records)
+    panels = [panel for panel in PANELS if any(cell.direction in panel.directions for cell in cells)]
+    size = (4 + 4 * len(panels), 2 + 0.36 * len(shapes))
+    figure, grid = plt.subplots(1, len(panels), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axes, panel in zip(grid[0], panels, strict=True):
+        for direction in panel.directions:
+            label, marker, colour = DIRECTIONS[direction]
+            _dots(axes, cells, shapes, direction, "streamkl", marker=marker, color=colour, label=label, markersize=7)
+        if "forward" in panel.directions:
+            bars = {"color": "black", "markersize": 13, "markeredgewidth": 2, "label": "its products alone"}
+            _dots(axes, cells, shapes, "forward", "products", marker="|", **bars)
+        axes.axvline(1, color="black", linewidth=1, linestyle="--", label="attention")
+        axes.set_xlim(0, max(1.1, axes.get_xlim()[1]))
+        axes.set_xlabel(f"time / time of {panel.denominator}")
+        axes.set_title(panel.title, fontsize=10)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=9)
+        axes.grid(alpha=0.3)
+    grid[0, 0].set_yticks(range(len(shapes)), [cell_name(shape) for shape in shapes])
+    grid[0, 0].set_ylim(len(shapes) - 0.5, -0.5)
+    figure.suptitle(f"Cost of the divergence beside attention itself\n{_where(records)}", fontsize=11)
     return figure
 
 
@@ -127,8 +149,11 @@ def _token_axis(axes: Axes, tokens: list[int], room: float = 1.2) -> None:
 
 def _finish(figure: Figure, axes: Axes, title: str, records: list[Record]) -> None:
     """The title, and under it the machine of the measurement."""
-    facts = records[-1].machine
-    where = f"{facts.get('device', '')}, {threads_name(records[-1].threads)}, torch {facts.get('torch', '')}"
     figure.suptitle(title, fontsize=11)
-    axes.set_title(where, fontsize=8, color="grey")
+    axes.set_title(_where(records), fontsize=8, color="grey")
     axes.grid(alpha=0.3)
+
+
+def _where(records: list[Record]) -> str:
+    facts = records[-1].machine
+    return f"{facts.get('device', '')}, {threads_name(records[-1].threads)}, torch {facts.get('torch', '')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamkl.bench.cells import Cell
+
+PERIODS = 3
+"""Parts of a run whose medians are compared, to see whether the machine changed its speed."""
 
 
 class Key(NamedTuple):
@@ -71,6 +75,16 @@ class Record:
             return 0.0
         first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return third - first
+
+    @property
+    def drift(self) -> float:
+        """How far the median moved between the first, second and third part of the run: 0.15 for 15%."""
+        count = len(self.seconds)
+        if count < PERIODS:
+            return 0.0
+        cuts = [count * n // PERIODS for n in range(PERIODS + 1)]
+        medians = [statistics.median(self.seconds[i:j]) for i, j in itertools.pairwise(cuts)]
+        return max(medians) / min(medians) - 1
 
     def to_json(self) -> str:
         """One line, with the median and the spread added for readers."""

@@ -17,6 +17,9 @@ COST_BASELINES = ("sdpa", "products", "student")
 """Baselines that compute something else: StreamKL is given as a fraction of their time. Others are given in multiples
 of StreamKL's time."""
 
+STEADY = 0.15
+"""How far a baseline may move between the parts of a run (`Record.drift`) for a headline to be made of it."""
+
 Times = dict[tuple[str, int], Record]
 """The records of a cell, by implementation and threads."""
 
@@ -169,7 +172,17 @@ def _ratios(title: str, cells: dict[Cell, Times], one: str, other: str) -> list[
     if any(len({threads for _, threads in times}) > 1 for times in cells.values()):
         return []
     values = {cell: value for cell, times in cells.items() if (value := ratio(times, one, other)) is not None}
-    return [f"{title}: {_spread(values)}"] if values else []
+    if not values:
+        return []
+    baseline = one if other == "streamkl" else other
+    moved = {c: max(r.drift for (name, _), r in cells[c].items() if name == baseline) for c in values}
+    worst = max(moved, key=moved.__getitem__)
+    if moved[worst] > STEADY:
+        return [
+            f"{title}: no headline, for {baseline} moved by {moved[worst]:.0%} during the run at {cell_name(worst)}; "
+            f"{STEADY:.0%} is allowed"
+        ]
+    return [f"{title}: {_spread(values)}"]
 
 
 def _threading(kind: str, cells: dict[Cell, Times]) -> list[str]:

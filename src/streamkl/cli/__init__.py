@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from streamkl.cli import bench, distill, evaluate, lm_eval
+from streamkl.cli.errors import UserError
 from streamkl.cli.many import ManyValues
 
 app = typer.Typer(
@@ -45,7 +46,7 @@ def build(force: bool = typer.Option(False, help="Build it again even if the cac
     try:
         typer.echo(str(build_engine(force)))
     except BuildError as error:
-        sys.exit(str(error))
+        raise UserError(str(error)) from None
 
 
 @app.command()
@@ -75,11 +76,11 @@ def kernels(
     import os
 
     if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("TRITON_INTERPRET=1 is set: nothing would be compiled")
+        raise UserError("TRITON_INTERPRET=1 is set: nothing would be compiled")
     try:
         from streamkl.cli.kernels import run
     except ImportError as error:
-        sys.exit(f"Triton is needed to compile kernels: {error}")
+        raise UserError(f"Triton compiles the kernels: pip install triton ({error})") from None
     sys.exit(run(target, kind, dim, quick, check, output))
 
 
@@ -103,8 +104,8 @@ def selfcheck(
     try:
         chosen = torch.device(device)
         if chosen.type == "cuda" and not torch.cuda.is_available():
-            sys.exit("torch finds no GPU here; `streamkl doctor` says what it sees")
+            raise UserError("torch finds no GPU here; `streamkl doctor` says what it sees")
         engines.choose(backend, chosen)
     except (RuntimeError, ModuleNotFoundError) as error:
-        sys.exit(str(error))
+        raise UserError(str(error)) from None
     sys.exit(run(chosen, backend, seeds, quick, output))

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from streamkl.cli.errors import UserError
 from streamkl.cli.hub import tell_of_hub
 from streamkl.cli.many import ManyValues
 
@@ -20,21 +21,24 @@ if TYPE_CHECKING:
     from streamkl.bench.suites import Suite
 
 app = typer.Typer(help="Measures speed, memory and error against attention and other baselines.", no_args_is_help=True)
-SUITES = typer.Argument(None, help="forward, training, eager, dtypes, threads, long, memory, models.")
+SUITE_NAMES = "forward, training, eager, dtypes, threads, long, memory, indexer, indexer-eager, topk, models"
+"""Those of `streamkl.bench.suites`, which loads torch."""
+SUITES = typer.Argument(None, metavar="SUITE", help=f"{SUITE_NAMES}.")
+BASELINES = typer.Option([], help="One or several, all or none; those of the suite, or all, if not given.")
 RESULTS = typer.Option(Path("bench.jsonl"), help="The file that results are appended to, one per line.")
 DIRECTORY = typer.Option(Path(), help="The directory that the plots are written to.")
 LENGTHS = typer.Option([2048, 4096, 8192], help="Tokens of a sequence; one or several.")
 FILE = typer.Argument(help="Results, as `streamkl bench run` writes them.", exists=True, dir_okay=False)
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def run(
     suites: list[str] = SUITES,
     shape: str = typer.Option("", help="BATCHxHEADSxTOKENSxDIM instead of a suite, such as 1x8x4096x128."),
     mask: str = typer.Option("causal", help="causal or full, for --shape."),
     dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32, for --shape."),
     direction: str = typer.Option("forward", help="forward, training or training-both, for --shape."),
-    baselines: str = typer.Option("", help="Baselines, separated by commas, or none; all of them for --shape."),
+    baselines: list[str] = BASELINES,
     isolated: bool = typer.Option(False, help="Once, in a process of its own, for --shape."),
     limit_mb: float = typer.Option(float("inf"), help="Fail if StreamKL's process is resident with more."),
     quick: bool = typer.Option(False, help="At most 512 tokens, few repetitions: shows that everything works."),
@@ -70,7 +74,7 @@ def run(
             console.print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
             sys.exit(1)
         except RuntimeError as error:  # an engine that cannot run here, an implementation that failed
-            sys.exit(str(error))
+            raise UserError(str(error)) from None
         _show(records, console)
         peak = max(((r.resident_bytes or 0) / 1e6 for r in records if r.implementation == "streamkl"), default=0.0)
         if peak > limit_mb:
@@ -105,9 +109,9 @@ def distill(
         tell_of_hub(model)
         costs = bench.run(model, sorted(length), materialised_up_to, seconds, heads, head_dim)
     except ImportError as error:
-        sys.exit(f"a model runs through transformers: pip install 'streamkl[hf]' ({error})")
+        raise UserError(f"a model runs through transformers: pip install 'streamkl[hf]' ({error})") from None
     except (RedGateError, RuntimeError, ValueError, OSError) as error:
-        sys.exit(str(error))
+        raise UserError(str(error)) from None
     table = Table(title="A distillation step, bfloat16", title_justify="left", box=box.SIMPLE)
     for column in ("tokens", "call", "seconds", "times forward", "extra MB", "over forward, MB"):
         table.add_column(column, justify="left" if column == "call" else "right")
@@ -158,18 +162,18 @@ def plot(
     try:
         from streamkl.bench import plots
     except ImportError:
-        sys.exit("plots need matplotlib: pip install 'streamkl[bench]'")
+        raise UserError("plots need matplotlib: pip install 'streamkl[bench]'") from None
     written = plots.draw(records.read(file), output)
     if not written:
-        sys.exit(f"{file} has nothing to plot")
+        raise UserError(f"{file} has nothing to plot")
     for path in written:
         typer.echo(str(path))
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def prefill(
     model: str = typer.Argument(help="A folder with a checkpoint, or Qwen3-0.6B or Qwen3-8B for its shape."),
-    tokens: list[int] = typer.Option([8192], help="Length of the prompt; may be given several times."),  # noqa: B008
+    tokens: list[int] = typer.Option([8192], help="Length of the prompt; one or several."),  # noqa: B008
     layers: int = typer.Option(0, help="How many of the model's layers; all if not given."),
     selector: str = typer.Option("indexer", help="indexer, oracle or window."),
     indexers: str = typer.Option("", help="A folder of indexers; untrained ones if not given."),
@@ -224,7 +228,7 @@ def layer(
     typer.echo(f"selection and attention: {found.ratio:.3f} of dense attention")
 
 
-def _suites(names: list[str], baselines: str, isolated: bool, **cell: str) -> dict[str, Suite]:
+def _suites(names: list[str], baselines: list[str], isolated: bool, **cell: str) -> dict[str, Suite]:
     """The suites of these names, or one of the given shape."""
     from dataclasses import replace
 
@@ -233,24 +237,24 @@ def _suites(names: list[str], baselines: str, isolated: bool, **cell: str) -> di
     from streamkl.bench.suites import SUITES, Suite
 
     if bool(names) == bool(cell["shape"]):
-        raise typer.BadParameter(f"name suites ({', '.join(SUITES)}), or give a --shape")
+        raise UserError(f"name suites ({', '.join(SUITES)}), or give a --shape")
     for option, allowed in (("mask", MASKS), ("dtype", DTYPES), ("direction", DIRECTIONS)):
         _check([cell[option]], allowed, f"--{option}")
     _check(names, SUITES, "a suite")
-    chosen = BASELINES if baselines in ("", "all") else () if baselines == "none" else tuple(baselines.split(","))
+    chosen = BASELINES if baselines in ([], ["all"]) else () if baselines == ["none"] else tuple(baselines)
     _check(chosen, BASELINES, "a baseline (or none)")
     if not names:
         try:
             return {"shape": Suite("What does this shape cost?", (Cell.of_shape(**cell),), chosen, isolated=isolated)}
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+            raise UserError(str(error)) from None
     return {name: replace(SUITES[name], baselines=chosen) if baselines else SUITES[name] for name in names}
 
 
 def _check(given: Iterable[str], allowed: Collection[str], what: str) -> None:
     for name in given:
         if name not in allowed:
-            raise typer.BadParameter(f"{what} is one of {', '.join(allowed)}, not {name!r}")
+            raise UserError(f"{what} is one of {', '.join(allowed)}, not {name!r}")
 
 
 def _console() -> Console:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from streamkl.cli.errors import UserError
 from streamkl.cli.hub import tell_of_hub
 from streamkl.distillation.settings import Settings, helps, split_sources
 from streamkl.text import files
@@ -30,7 +32,7 @@ def command() -> Callable[..., None]:
         try:
             settings = Settings(**given)
         except ValueError as error:
-            sys.exit(str(error))
+            raise UserError(str(error)) from None
         run(settings)
 
     hints, texts = get_type_hints(Settings), helps()
@@ -67,14 +69,16 @@ def run(settings: Settings) -> None:
             tell_of_hub(settings.model)
             _warn_of_large_topk(settings)
     except (ValueError, OSError) as error:
-        sys.exit(str(error))
+        raise UserError(str(error)) from None
     try:
         from streamkl.distillation import checkpoints, curves
         from streamkl.distillation.checkpoints import CheckpointError
         from streamkl.distillation.run import distill
         from streamkl.distillation.trainer import NotFiniteError
     except ImportError as error:
-        sys.exit(f"distillation needs transformers and accelerate: pip install 'streamkl[hf,bench]' ({error})")
+        raise UserError(
+            f"distillation needs transformers and accelerate: pip install 'streamkl[hf,bench]' ({error})"
+        ) from None
     try:
         if settings.dry_run:
             from streamkl.distillation.estimate import estimate
@@ -92,7 +96,7 @@ def run(settings: Settings) -> None:
             typer.echo(f"{message}.", err=True)
         result = distill(settings)
     except (CheckpointError, NotFiniteError, ValueError, OSError) as error:
-        sys.exit(str(error))
+        raise UserError(str(error)) from None
     except KeyboardInterrupt:
         if is_first:
             curves.draw(output)
@@ -147,18 +151,48 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} is not YAML: {error}") from None
+        raise UserError(f"{path} is not YAML: {error}") from None
     found = {} if found is None else found
     if not isinstance(found, dict):
-        raise typer.BadParameter(f"{path} must hold names and values of settings")
+        raise UserError(f"{path} must hold names and values of settings")
     found = {str(name).replace("-", "_"): value for name, value in found.items()}
     if isinstance(found.get("set"), dict):
         found["set"] = [f"{name}={json.dumps(value)}" for name, value in found["set"].items()]
     for name in ("text", "report_to", "set"):
         if isinstance(found.get(name), str):
             found[name] = [found[name]]  # one of a list
-    unknown = sorted(found.keys() - {field.name for field in dataclasses.fields(Settings)})
-    if unknown:
-        raise typer.BadParameter(f"{path} has settings that do not exist: {', '.join(unknown)}")
+    hints = get_type_hints(Settings)
+    for name, value in found.items():
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, 1)
+            raise UserError(
+                f"{path}: there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+            )
+        if not _fits(value, hints[name]):
+            raise UserError(f"{path}: {name} must be {_words(hints[name])}: got {value!r}")
     context.default_map = {**(context.default_map or {}), **found}
     return path
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of YAML, which has ``1e-4`` as a string, is one of a setting's type."""
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(one, get_args(hint)[0]) for one in value)
+    if hint is float:
+        return isinstance(value, (int, float, str)) and not isinstance(value, bool) and _is_number(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _is_number(value: float | str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _words(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    return names.get(hint) or f"a list, each {names[get_args(hint)[0]]}"

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from streamkl.cli.errors import UserError
 from streamkl.cli.hub import tell_of_hub
 from streamkl.text import files
 
@@ -99,7 +100,7 @@ def _run(**given: Any) -> int:
         files(given["text"])
         tell_of_hub(given["model"])
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise UserError(str(error)) from None
     for length in plan.lengths:
         sparse = plan.methods(length)[1:]
         left_out = sorted({*plan.budgets} - {method.topk for method in sparse})
@@ -115,8 +116,7 @@ def _run(**given: Any) -> int:
         from streamkl.evaluation.run import Evaluation
         from streamkl.evaluation.subject import Subject, digest, load_tokenizer
     except ImportError as error:
-        console.print(f"this command needs transformers: pip install 'streamkl[hf,bench]' ({error})", markup=False)
-        return 1
+        raise UserError(f"this command needs transformers: pip install 'streamkl[hf,bench]' ({error})") from None
     try:
         device = _device(given["device"])
         haystack = Haystack.read(
@@ -133,8 +133,7 @@ def _run(**given: Any) -> int:
         threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
         written = report.write(given["output"], {**machine.facts(subject.model.device), "threads": threads})
     except (ValueError, OSError) as error:
-        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
+        raise UserError(str(error)) from None
     for task, table in written.tables.items():
         _show(report.TITLES.get(task, task), table)
     for path in written.files:

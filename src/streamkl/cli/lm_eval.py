@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
+
+from streamkl.cli.errors import UserError
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """All arguments, also ``--help``, are passed to lm-eval."""
@@ -18,8 +18,10 @@ def lm_eval(context: typer.Context) -> None:
     try:
         from streamkl.evaluation import harness
     except ImportError as error:
-        sys.exit(f"this command needs transformers and lm-eval: pip install 'streamkl[hf,eval]' ({error})")
+        raise UserError(
+            f"this command needs transformers and lm-eval: pip install 'streamkl[hf,eval]' ({error})"
+        ) from None
     try:
         harness.main(context.args)
     except ValueError as error:
-        sys.exit(str(error))
+        raise UserError(str(error)) from None

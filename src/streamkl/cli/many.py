@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import typer.core
+
+LISTS = {
+    "<list[Path]>": "PATH ...",
+    "<list[str]>": "WORD ...",
+    "<list[int]>": "NUMBER ...",
+    "<list[float]>": "NUMBER ...",
+}
 
 
 class ManyValues(typer.core.TyperCommand):
     """A command whose list options take all words up to the next option; its arguments come before them."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            shown = getattr(parameter, "display_type_rich", None)  # older typers show no type
+            if shown is not None:
+                setattr(parameter, "display_type_rich", functools.partial(_in_words, shown))  # noqa: B010
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # a context of click, or of the copy that typer has
         """Repeats the name of a list option before each of its values."""
         lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
         return super().parse_args(ctx, _repeated(args, lists))
+
+
+def _in_words(shown: Callable[..., str | None], ctx: Any) -> str | None:
+    """The type that the help shows: words in place of Python's lists."""
+    return LISTS.get(shown(ctx=ctx) or "", shown(ctx=ctx))
 
 
 def _repeated(args: list[str], lists: set[str]) -> list[str]:

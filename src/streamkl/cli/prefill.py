@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from streamkl.cli.errors import UserError
+
 
 def run(
     console: Console,
@@ -18,8 +20,8 @@ def run(
     memory: bool,
     output: Path,
     picture: Path | None,
-) -> str | int:
-    """Measures each length; returns the exit status or message."""
+) -> int:
+    """Measures each length; returns the exit code."""
     import torch
 
     try:
@@ -28,9 +30,9 @@ def run(
         from streamkl.bench.prefill.run import SELECTORS, Job
         from streamkl.bench.prefill.run import run as measure
     except ImportError as error:
-        return f"a prefill runs through transformers: pip install 'streamkl[hf]' ({error})"
+        raise UserError(f"a prefill runs through transformers: pip install 'streamkl[hf]' ({error})") from None
     if options["selector"] not in SELECTORS:
-        return f"--selector is one of {', '.join(SELECTORS)}, not {options['selector']!r}"
+        raise UserError(f"--selector is one of {', '.join(SELECTORS)}, not {options['selector']!r}")
     for length in tokens:
         job = Job(tokens=length, threads=threads or torch.get_num_threads(), **options)
         try:
@@ -40,7 +42,7 @@ def run(
             console.print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
             return 1
         except (ValueError, RuntimeError) as error:
-            return str(error)
+            raise UserError(str(error)) from None
         for record in found:
             records.append(output, record)
         _show(console, found)
@@ -49,7 +51,7 @@ def run(
         try:
             from streamkl.bench.prefill import plots
         except ImportError:
-            return "plots need matplotlib: pip install 'streamkl[bench]'"
+            raise UserError("plots need matplotlib: pip install 'streamkl[bench]'") from None
         plots.draw(records.read(output), picture)
         console.print(str(picture), highlight=False)
     return 0

@@ -21,7 +21,7 @@ class LightningIndexer(Indexer):
         query_dim: Width of the input of the queries; ``hidden_dim`` if not given.
         heads: Index heads.
         head_dim: Width of a head.
-        rope_dim: How many dims of a head are rotated, the first ones.
+        rope_dim: How many dims of a head are rotated, the first ones; half of them if not given, as in DeepSeek-V3.2.
         rope_layout: ``"half"`` as DeepSeek-V3.2's indexer, ``"interleaved"`` as GLM-5's.
         rope_base: Base of the frequencies where positions, not cosines and sines, are given.
         activation: ``"relu"``, or ``None`` for none.
@@ -47,13 +47,14 @@ class LightningIndexer(Indexer):
         query_dim: int | None = None,
         heads: int = 64,
         head_dim: int = 128,
-        rope_dim: int = 64,
+        rope_dim: int | None = None,
         rope_layout: Layout = "half",
         rope_base: float = 10000.0,
         activation: Activation = "relu",
         eps: float = 1e-6,
         temperature: bool = False,
     ) -> None:
+        rope_dim = head_dim // 4 * 2 if rope_dim is None else rope_dim
         super().__init__(head_dim, rope_dim, rope_layout, rope_base, activation, temperature)
         self.heads = heads
         self.wq_b = nn.Linear(hidden_dim if query_dim is None else query_dim, heads * head_dim, bias=False)

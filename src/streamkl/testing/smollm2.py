@@ -89,8 +89,14 @@ def _convert(gguf: Path, folder: Path) -> None:
     transformers loads the file too, in twice the time, but does not save what it loaded from GGUF.
     """
     import torch
-    from gguf import GGUFReader, dequantize
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    try:
+        from gguf import GGUFReader, dequantize
+        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"SmolLM2 is converted from GGUF by two packages: `pip install gguf transformers` ({error})"
+        ) from None
 
     weights = {}
     for tensor in GGUFReader(gguf).tensors:

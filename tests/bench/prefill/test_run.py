@@ -80,6 +80,6 @@ def test_a_wrong_sparse_attention_is_not_timed(monkeypatch) -> None:
 
 def test_what_is_not_a_model_is_said(tmp_path) -> None:
     result = CliRunner().invoke(app, ["bench", "prefill", "nothing", "--output", str(tmp_path / "x.jsonl")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Qwen3-0.6B" in result.output
     assert "'nothing'" in result.output

@@ -78,3 +78,11 @@ def test_old_objects_and_libraries_do_not_pile_up(built: Any, monkeypatch: pytes
     assert unchanged.exists(), "it was used each time"
     assert len(list(built.kept.glob("*.so"))) == 2
     assert cache.read(path) is not None
+
+
+def test_a_build_on_a_terminal_shows_how_far_it_is(
+    small: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    build.build()
+    assert "streamkl: 1 of 2 sources, 0 s\rstreamkl: 2 of 2 sources, 0 s\n" in capsys.readouterr().err

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import platform
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -26,6 +28,8 @@ from streamkl.engines.cpu.compiler import CAPABILITY_FLAGS, BuildError, capabili
 SOURCES = Path(__file__).parent
 KEEP = 30
 """How many libraries the cache keeps, the last used ones."""
+PROCESSOR_MINUTES = "two to three minutes"
+"""What a whole build takes of one core, g++ 12 on an Intel Xeon; `docs/installation.md` says so too."""
 
 
 def unfit() -> str | None:
@@ -107,9 +111,20 @@ def passed_over() -> str | None:
 
 def _build(path: Path, force: bool, refusals: list[str]) -> None:
     where = "".join(f", in {path.parent}, since {refusal}" for refusal in refusals)
-    sys.stderr.write(f"streamkl: building the CPU engine, once, in about half a minute{where} ...\n")
+    sources, cores, started = _sources(), os.cpu_count() or 1, time.monotonic()
+    sys.stderr.write(
+        f"streamkl: building the CPU engine, once: {PROCESSOR_MINUTES} of processor time on {cores} "
+        f"{'core' if cores == 1 else 'cores'}{where}\n"
+    )
+
+    def tell(count: int) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\rstreamkl: {count} of {len(sources)} sources, {time.monotonic() - started:.0f} s")
+            sys.stderr.write("\n" if count == len(sources) else "")
+            sys.stderr.flush()
+
     with tempfile.TemporaryDirectory() as scratch:
-        made = objects.provide(_sources(), path.parent / "objects", Path(scratch), force)
+        made = objects.provide(sources, path.parent / "objects", Path(scratch), force, tell)
         library = Path(scratch) / path.name
         compiler.link(made, library)
         cache.write(path, library.read_bytes())

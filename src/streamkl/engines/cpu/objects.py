@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,10 +20,16 @@ KEEP = 200
 INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
-def provide(sources: Sequence[Path], kept: Path, scratch: Path, force: bool = False) -> list[Path]:
+def provide(
+    sources: Sequence[Path],
+    kept: Path,
+    scratch: Path,
+    force: bool = False,
+    tell: Callable[[int], None] = lambda n: None,
+) -> list[Path]:
     """Object files of ``sources`` in the folder ``scratch``: copies of those in ``kept``, and the others compiled.
 
-    The caller holds the lock of ``kept``.
+    The caller holds the lock of ``kept``. ``tell`` gets the number of those there, after each.
     """
     cache.make(kept)
     names = [f"{source.stem}-{key(source)}.o" for source in sources]
@@ -38,7 +44,8 @@ def provide(sources: Sequence[Path], kept: Path, scratch: Path, force: bool = Fa
             cache.use(kept / name)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each source in a compiler of its own
-        list(pool.map(one, sources, names))
+        for count, _ in enumerate(pool.map(one, sources, names), 1):
+            tell(count)
     cache.prune(kept, "*.o", KEEP)
     return [scratch / name for name in names]
 
