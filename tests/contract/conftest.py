@@ -28,7 +28,7 @@ def random_tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool | None]:
             config = random_config(rng)
             monkeypatch.setattr(architecture, "INTERPRETED", config._replace(keys=4) if few_keys else config)
             monkeypatch.setattr(architecture, "INTERPRETED_PROCESSORS", rng.choice((1, 1, 16)))  # 16 split the keys
-            monkeypatch.setattr(architecture, "TILES_A_SHARE", 1)
+            monkeypatch.setattr(architecture, "TILES_PER_SPLIT", 1)
             deterministic = rng.random() < 0.5
         monkeypatch.setattr(tiled, "BLOCK_Q", rng.choice((8, 16, 32)))
         monkeypatch.setattr(tiled, "BLOCK_K", rng.choice((8, 16, 64)))

@@ -87,7 +87,7 @@ def test_packed_grids_have_a_spare_block_per_sequence(packed: int) -> None:
     problem, inputs, stats = meta_problem(batch=1, packed=packed)
     for launch in every_plan(problem, inputs, stats)["paired"]:
         rows = 4096 * Group.of(problem).pack
-        assert launch.arguments["grid"].blocks == rows // launch.constants["ROWS"] + packed
+        assert launch.arguments["counts"].blocks == rows // launch.constants["ROWS"] + packed
 
 
 @pytest.mark.parametrize("packed", [0, 3])
@@ -199,8 +199,8 @@ def test_the_tensors_device_is_current_while_a_kernel_is_launched(monkeypatch: p
         events.append(("exit", device))
 
     class Kernel:
-        def __getitem__(self, grid):
-            return lambda **arguments: events.append(("launch", grid))
+        def __getitem__(self, counts):
+            return lambda **arguments: events.append(("launch", counts))
 
     monkeypatch.setattr(torch.cuda, "device", guard)
     device = torch.device("cuda", 3)

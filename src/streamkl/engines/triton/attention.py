@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamkl.engines.triton.arguments import side_arguments
 from streamkl.engines.triton.kernels.attention import sparse_attention_kernel
-from streamkl.engines.triton.kernels.groups import AttentionGrid, Strided, SupportArguments, TopkArguments
+from streamkl.engines.triton.kernels.groups import AttentionCounts, Strided, SupportArguments, TopkArguments
 from streamkl.engines.triton.launch import Launch, Tiling
 from streamkl.engines.triton.meta import padded
 from streamkl.problem import Problem, Side, Support
@@ -33,7 +33,7 @@ def sparse_attention(
     arguments: dict[str, Any] = {
         "side": side_arguments(side, q, k), "v": Strided(v, *v.stride()), "out": Strided(out, *out.stride()),
         "topk": TopkArguments(selected, indices.shape[2], None), "support": _support(tiling, query_block),
-        "grid": AttentionGrid(query_block, query_blocks, side.kv_heads, parts, pieces),
+        "counts": AttentionCounts(query_block, query_blocks, side.kv_heads, parts, pieces),
     }  # fmt: skip
     constants = {
         "SIDE": tiling.b, "VALUE": value, "MASK": tiling.mask, "ROWS": rows, "KEYS": tiling.config.keys,

@@ -28,7 +28,7 @@ from streamkl.engines.triton.kernels.gathered import (
     gathered_paired_kernel,
 )
 from streamkl.engines.triton.kernels.gathered_backward import gathered_gradient_kernel
-from streamkl.engines.triton.kernels.groups import GatheredGrid, GradientOut, LseOut, Strided, TopkArguments
+from streamkl.engines.triton.kernels.groups import GatheredCounts, GradientOut, LseOut, Strided, TopkArguments
 from streamkl.engines.triton.launch import Launch, Tiling, new_rows
 from streamkl.engines.triton.meta import Want, padded
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
@@ -70,7 +70,7 @@ class GatheredTiling(Tiling):
         topk = TopkArguments(Strided(self.topk, *self.topk.stride()), self.topk.shape[3], self.heads_per_topk_head)
         arguments = arguments | {
             "topk": topk, "support": self.support_arguments(),
-            "grid": GatheredGrid(blocks, self.head_groups, parts, pieces or 1),
+            "counts": GatheredCounts(blocks, self.head_groups, parts, pieces or 1),
         }  # fmt: skip
         constants = {"GROUP": self.group, "MASK": self.mask, "ROWS": self.rows, "KEYS": self.config.keys, **constants}
         programs = blocks * self.head_groups * self.support.batch * parts * (pieces or 1)

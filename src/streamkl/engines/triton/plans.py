@@ -24,13 +24,13 @@ from streamkl.engines.triton.kernels.backward import keys_kernel, queries_kernel
 from streamkl.engines.triton.kernels.forward import mixture_kernel, paired_kernel
 from streamkl.engines.triton.kernels.groups import (
     GradientOut,
-    KeyGrid,
+    KeyCounts,
     LseOut,
     MixtureOut,
     PairedOut,
     Parts,
-    QueryGrid,
-    RowGrid,
+    QueryCounts,
+    RowCounts,
 )
 from streamkl.engines.triton.kernels.lse import lse_kernel
 from streamkl.engines.triton.kernels.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
@@ -168,7 +168,7 @@ class _Gradient:
             want_a, want_b, self.loss and one_pass, self.rows.half, one_pass, atomic_a and want_a, atomic_b and want_b
         )
         programs = blocks * owners * problem.support.batch * pieces * splits
-        self._add(keys_kernel, programs, tiling, KeyGrid(blocks, owners, span, pieces, splits), want)
+        self._add(keys_kernel, programs, tiling, KeyCounts(blocks, owners, span, pieces, splits), want)
 
     def _add_queries(self, want_a: bool, want_b: bool, kind: str) -> None:
         problem, inputs = self.problem, self.inputs
@@ -184,14 +184,15 @@ class _Gradient:
         if self.loss:
             shape = (splits, *rows.shape) if splits > 1 else rows.shape
             self.sum_p, self.sum_acc = (rows.new_zeros(shape) for _ in range(2))
-        grid = QueryGrid(blocks, tiling.head_groups, pieces, splits, rows.numel())
+        counts = QueryCounts(blocks, tiling.head_groups, pieces, splits, rows.numel())
         programs = blocks * tiling.head_groups * problem.support.batch * pieces * max(tiling.b.heads, 1) * splits
-        self._add(queries_kernel, programs, tiling, grid, Want(want_a, want_b, self.loss, self.rows.half))
+        self._add(queries_kernel, programs, tiling, counts, Want(want_a, want_b, self.loss, self.rows.half))
 
-    def _add(self, kernel: Any, programs: int, tiling: Tiling, grid: KeyGrid | QueryGrid, want: Want) -> None:
+    def _add(self, kernel: Any, programs: int, tiling: Tiling, counts: KeyCounts | QueryCounts, want: Want) -> None:
         out = GradientOut(self.dq_a, self.dk_a, self.dq_b, self.dk_b, self.dw_b, self.sum_p, self.sum_acc)
         arguments = both_sides(self.problem, self.inputs) | {
-            "stats": self.rows.arguments(self.mean), "support": tiling.support_arguments(), "out": out, "grid": grid,
+            "stats": self.rows.arguments(self.mean), "support": tiling.support_arguments(), "out": out,
+            "counts": counts,
         }  # fmt: skip
         self.launches.append(tiling.launch(kernel, programs, arguments, tiling.constants(WANT=want)))
 
@@ -225,7 +226,7 @@ def _forward(
         parts = Parts(states, splits, rows.numel())
     arguments = given | {
         "support": tiling.support_arguments(), "out": out, "parts": parts,
-        "grid": RowGrid(blocks, tiling.head_groups, splits),
+        "counts": RowCounts(blocks, tiling.head_groups, splits),
     }  # fmt: skip
     programs = blocks * tiling.head_groups * tiling.support.batch * splits
     launches = [tiling.launch(kernel, programs, arguments, constants)]

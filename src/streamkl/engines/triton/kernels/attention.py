@@ -39,7 +39,7 @@ def sparse_attention_kernel(
     topk,
     support,
     out,
-    grid,
+    counts,
     SIDE: tl.constexpr,
     VALUE: tl.constexpr,
     MASK: tl.constexpr,
@@ -52,17 +52,17 @@ def sparse_attention_kernel(
     Row ``m`` of a query block and key head is query ``m // per_kv`` of query head ``m % per_kv``: a program has one of
     the parts of the rows, and one of the pieces of the values' columns. It gathers keys and values once for its rows.
     """
-    work = my_work(grid.query_blocks, grid.kv_heads, grid.parts * grid.pieces)
-    block = grid.query_blocks - 1 - work.block  # the queries that see the most keys first
+    work = my_work(counts.query_blocks, counts.kv_heads, counts.parts * counts.pieces)
+    block = counts.query_blocks - 1 - work.block  # the queries that see the most keys first
     kv = work.head_group
-    piece = work.part % grid.pieces
-    part = work.part // grid.pieces
-    sequence, first_query = find_query_block(block, work.batch, grid.query_block, support, MASK)
+    piece = work.part % counts.pieces
+    part = work.part // counts.pieces
+    sequence, first_query = find_query_block(block, work.batch, counts.query_block, support, MASK)
     row = part * ROWS + tl.arange(0, ROWS)
     queries = first_query + row // SIDE.per_kv  # [ROWS]
     heads = kv * SIDE.per_kv + row % SIDE.per_kv  # [ROWS]
-    exist = (row < grid.query_block * SIDE.per_kv) & (queries < sequence.q_len)
-    last = tl.minimum(first_query + (part * ROWS + ROWS - 1) // SIDE.per_kv + 1, first_query + grid.query_block)
+    exist = (row < counts.query_block * SIDE.per_kv) & (queries < sequence.q_len)
+    last = tl.minimum(first_query + (part * ROWS + ROWS - 1) // SIDE.per_kv + 1, first_query + counts.query_block)
     selection = Selection(
         topk.indices.ptr
         + work.batch.to(tl.int64) * topk.indices.stride_batch

@@ -256,7 +256,7 @@ def keys_kernel(
     stats,
     support,
     out,
-    grid,
+    counts,
     A: tl.constexpr,
     B: tl.constexpr,
     GROUP: tl.constexpr,
@@ -269,24 +269,24 @@ def keys_kernel(
 
     It computes one of the pieces of a wide gradient's columns, from one of the splits of the rows.
     """
-    work = my_work(grid.blocks, grid.owners, grid.pieces * grid.splits)
-    part = work.part % grid.pieces
-    split = work.part // grid.pieces
+    work = my_work(counts.blocks, counts.owners, counts.pieces * counts.splits)
+    part = work.part % counts.pieces
+    split = work.part // counts.pieces
     sequence, key_block = find_sequence(work.block, work.batch, support, 1, KEYS, MASK, True)
-    head_groups = grid.owners * grid.span
+    head_groups = counts.owners * counts.span
     keys = key_block * KEYS + tl.arange(0, KEYS)
     exist = keys < sequence.k_len
     tokens = sequence.k_start + keys  # [KEYS]
     piece = Piece(part * A.grad, part * B.grad, part == 0)
     factors = gradient_factors(a, b, stats, B, WANT)
-    tiles = row_tiles(key_block, sequence, support, split, grid.splits, GROUP.pack, ROWS, KEYS, MASK)
+    tiles = row_tiles(key_block, sequence, support, split, counts.splits, GROUP.pack, ROWS, KEYS, MASK)
     dk_a, dk_b = 0.0, 0.0
     if WANT.a:
         dk_a = zeros(KEYS, A.grad)
     if WANT.b:
         dk_b = zeros(KEYS, B.grad)
-    for n in range(grid.span):
-        head_group = work.head_group * grid.span + n
+    for n in range(counts.span):
+        head_group = work.head_group * counts.span + n
         kv_a = head_group * GROUP.pack // A.per_kv
         if GROUP.size > 1:
             kv_a = head_group * 0  # `target` walks the key heads itself
@@ -327,7 +327,7 @@ def keys_kernel(
                 masked,
             )
             dk_a, dk_b = gradients.dk_a, gradients.dk_b
-    first_head = work.head_group * grid.span * GROUP.pack
+    first_head = work.head_group * counts.span * GROUP.pack
     heads = head_groups * GROUP.pack
     if WANT.a:
         kv = sequence.batch.to(tl.int64) * (heads // A.per_kv) + first_head // A.per_kv
@@ -439,7 +439,7 @@ def queries_kernel(
     stats,
     support,
     out,
-    grid,
+    counts,
     A: tl.constexpr,
     B: tl.constexpr,
     GROUP: tl.constexpr,
@@ -456,15 +456,15 @@ def queries_kernel(
     HEADS: tl.constexpr = max(B.heads, 1)
     dtype_a: tl.constexpr = a.q.ptr.dtype.element_ty
     dtype_b: tl.constexpr = b.q.ptr.dtype.element_ty
-    work = my_work(grid.blocks, grid.head_groups, grid.pieces * HEADS * grid.splits)
-    part = work.part % grid.pieces
-    head = work.part // grid.pieces % HEADS
-    split = work.part // grid.pieces // HEADS
-    row_block = grid.blocks - 1 - work.block  # the rows that see the most keys first
+    work = my_work(counts.blocks, counts.head_groups, counts.pieces * HEADS * counts.splits)
+    part = work.part % counts.pieces
+    head = work.part // counts.pieces % HEADS
+    split = work.part // counts.pieces // HEADS
+    row_block = counts.blocks - 1 - work.block  # the rows that see the most keys first
     sequence, row_block = find_sequence(row_block, work.batch, support, GROUP.pack, ROWS, MASK)
-    rows = packed_rows(row_block, work.head_group, sequence, support.nq, grid.head_groups, GROUP.pack, ROWS)
+    rows = packed_rows(row_block, work.head_group, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
     tokens = sequence.q_start + rows.queries  # [ROWS]
-    index_a = group_index(rows, sequence, support.nq, grid.head_groups, GROUP)
+    index_a = group_index(rows, sequence, support.nq, counts.head_groups, GROUP)
     values = load_rows(stats, rows, WANT, GROUP.size == 1, True)
     q_ptrs_a = row_pointers(a.q, sequence.batch, rows.heads * GROUP.size, tokens)
     q_ptrs_b = row_pointers(b.q, sequence.batch, rows.heads, tokens)
@@ -507,7 +507,7 @@ def queries_kernel(
         RowStatPtrs(stats.a.m + index_a, stats.a.l + index_a),
         work.head_group * GROUP.pack * GROUP.size,
     )
-    tiles = key_tiles(row_block, sequence, support, split, grid.splits, GROUP.pack, ROWS, KEYS, MASK)
+    tiles = key_tiles(row_block, sequence, support, split, counts.splits, GROUP.pack, ROWS, KEYS, MASK)
     gradients = QueryGradients(dq_a, dq_b, dw, zero, zero)
     for masked in tl.static_range(2):
         gradients = _query_pass(
@@ -529,7 +529,7 @@ def queries_kernel(
             WANT,
             masked,
         )
-    index = split.to(tl.int64) * grid.rows + rows.index
+    index = split.to(tl.int64) * counts.rows + rows.index
     if WANT.loss:
         stored = rows.exist & piece.is_first & (head == 0)
         tl.store(out.sum_p + index, tl.where(values.live, gradients.sum_p, 0.0), mask=stored)
@@ -539,7 +539,7 @@ def queries_kernel(
         dq_a = tl.where(values.live[:, None], gradients.dq_a * factor, 0.0)
         store_rows(out.dq_a + index * A.dim, rows.exist, dq_a, piece.first_a, A.dim, A.grad, False)
     if B.heads > 0:
-        index = (split.to(tl.int64) * grid.rows + sequence.batch.to(tl.int64) * support.nq) * B.heads
+        index = (split.to(tl.int64) * counts.rows + sequence.batch.to(tl.int64) * support.nq) * B.heads
         index += (head.to(tl.int64) * support.nq + sequence.q_start) + rows.queries
         if B.weighted:
             factor = gradient_factor(1.0, stats.weight_divisor, tl.float32, BOOST_B, WANT.half)

@@ -87,7 +87,7 @@ def paired_kernel(
     support,
     out,
     parts,
-    grid,
+    counts,
     A: tl.constexpr,
     B: tl.constexpr,
     GROUP: tl.constexpr,
@@ -96,10 +96,10 @@ def paired_kernel(
     KEYS: tl.constexpr,
 ):
     """The divergence head by head, ``[B, R, Nq]``, its mean and its row stats: `PairedState` in registers."""
-    work = my_work(grid.blocks, grid.head_groups, grid.splits)
-    block = grid.blocks - 1 - work.block  # the rows that see the most keys first
+    work = my_work(counts.blocks, counts.head_groups, counts.splits)
+    block = counts.blocks - 1 - work.block  # the rows that see the most keys first
     sequence, block = find_sequence(block, work.batch, support, GROUP.pack, ROWS, MASK)
-    rows = packed_rows(block, work.head_group, sequence, support.nq, grid.head_groups, GROUP.pack, ROWS)
+    rows = packed_rows(block, work.head_group, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
     tokens = sequence.q_start + rows.queries  # [ROWS]
     first_head = work.head_group * GROUP.pack
     q_ptrs_a = row_pointers(a.q, sequence.batch, rows.heads, tokens)
@@ -109,7 +109,7 @@ def paired_kernel(
     q_a = held(q_ptrs_a, rows.exist, a.q, A, True)
     q_b = held(q_ptrs_b, rows.exist, b.q, B, True)
 
-    tiles = key_tiles(block, sequence, support, work.part, grid.splits, GROUP.pack, ROWS, KEYS, MASK)
+    tiles = key_tiles(block, sequence, support, work.part, counts.splits, GROUP.pack, ROWS, KEYS, MASK)
     state = new_paired(ROWS)
     for masked in tl.static_range(2):
         state = _paired_pass(
@@ -174,7 +174,7 @@ def mixture_kernel(
     support,
     out,
     parts,
-    grid,
+    counts,
     A: tl.constexpr,
     B: tl.constexpr,
     GROUP: tl.constexpr,
@@ -183,12 +183,12 @@ def mixture_kernel(
     KEYS: tl.constexpr,
 ):
     """The divergence from a head mean, with ``m_a, log2 l_a [B, H, Nq]`` known: `MixtureState` in registers."""
-    work = my_work(grid.blocks, grid.head_groups, grid.splits)
-    block = grid.blocks - 1 - work.block  # the rows that see the most keys first
+    work = my_work(counts.blocks, counts.head_groups, counts.splits)
+    block = counts.blocks - 1 - work.block  # the rows that see the most keys first
     sequence, block = find_sequence(block, work.batch, support, GROUP.pack, ROWS, MASK)
-    rows = packed_rows(block, work.head_group, sequence, support.nq, grid.head_groups, GROUP.pack, ROWS)
+    rows = packed_rows(block, work.head_group, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
     tokens = sequence.q_start + rows.queries  # [ROWS]
-    index_a = group_index(rows, sequence, support.nq, grid.head_groups, GROUP)
+    index_a = group_index(rows, sequence, support.nq, counts.head_groups, GROUP)
     q_ptrs_a = row_pointers(a.q, sequence.batch, rows.heads * GROUP.size, tokens)
     q_ptrs_b = row_pointers(b.q, sequence.batch, rows.heads, tokens)
     k_ptrs_a = row_pointers(a.k, sequence.batch, work.head_group * 0, sequence.k_start)
@@ -200,7 +200,7 @@ def mixture_kernel(
     else:
         q_b = held(q_ptrs_b, rows.exist, b.q, B, True)
 
-    tiles = key_tiles(block, sequence, support, work.part, grid.splits, GROUP.pack, ROWS, KEYS, MASK)
+    tiles = key_tiles(block, sequence, support, work.part, counts.splits, GROUP.pack, ROWS, KEYS, MASK)
     state = new_mixture(ROWS)
     for masked in tl.static_range(2):
         state = _mixture_pass(

@@ -49,14 +49,14 @@ COLUMNS = tl.constexpr(1024)
 
 
 @triton.jit
-def my_query(grid, parts, support, MASK: tl.constexpr):
+def my_query(counts, parts, support, MASK: tl.constexpr):
     """The work of this program, the sequence of its query, and the query's number in it.
 
     It is one part of the heads of a query's head group. Queries that see the most keys come first. The query is
     ``q_len`` for a spare program of a packed batch.
     """
-    work = my_work(grid.blocks, grid.head_groups, parts)
-    sequence, query = find_sequence(grid.blocks - 1 - work.block, work.batch, support, 1, 1, MASK)
+    work = my_work(counts.blocks, counts.head_groups, parts)
+    sequence, query = find_sequence(counts.blocks - 1 - work.block, work.batch, support, 1, 1, MASK)
     return work, sequence, query
 
 
@@ -199,7 +199,7 @@ def gathered_lse_kernel(
     topk,
     support,
     out,
-    grid,
+    counts,
     SIDE: tl.constexpr,
     GROUP: tl.constexpr,
     MASK: tl.constexpr,
@@ -208,9 +208,9 @@ def gathered_lse_kernel(
 ):
     """``(m, ln l) [B, H, Nq]`` of one side over the selected keys; a program has one of the parts of a head group."""
     STATES: tl.constexpr = 1 if SIDE.heads > 0 else ROWS
-    work, sequence, query = my_query(grid, grid.parts, support, MASK)
+    work, sequence, query = my_query(counts, counts.parts, support, MASK)
     rows = own_rows(
-        work.part, work.head_group, query, sequence, support.nq, grid.head_groups, GROUP.pack, STATES
+        work.part, work.head_group, query, sequence, support.nq, counts.head_groups, GROUP.pack, STATES
     )  # fmt: skip
     first_head = work.head_group * GROUP.pack
     selection = my_selection(topk, first_head, query, sequence)
@@ -244,7 +244,7 @@ def gathered_paired_kernel(
     topk,
     support,
     out,
-    grid,
+    counts,
     A: tl.constexpr,
     B: tl.constexpr,
     GROUP: tl.constexpr,
@@ -253,8 +253,8 @@ def gathered_paired_kernel(
     KEYS: tl.constexpr,
 ):
     """The divergence head by head, its mean and its row stats over selected keys: `PairedState` in registers."""
-    work, sequence, query = my_query(grid, grid.parts, support, MASK)
-    rows = own_rows(work.part, work.head_group, query, sequence, support.nq, grid.head_groups, GROUP.pack, ROWS)
+    work, sequence, query = my_query(counts, counts.parts, support, MASK)
+    rows = own_rows(work.part, work.head_group, query, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
     first_head = work.head_group * GROUP.pack
     selection = my_selection(topk, first_head, query, sequence)
     seen = seen_columns(selection, sequence, support, MASK)
@@ -292,7 +292,7 @@ def gathered_mixture_kernel(
     topk,
     support,
     out,
-    grid,
+    counts,
     A: tl.constexpr,
     B: tl.constexpr,
     GROUP: tl.constexpr,
@@ -305,15 +305,15 @@ def gathered_mixture_kernel(
 
     The distribution of a program has ``B.heads`` heads: one, or those of an indexer.
     """
-    work, sequence, query = my_query(grid, grid.parts, support, MASK)
-    row = own_rows(work.part, work.head_group, query, sequence, support.nq, grid.head_groups, 1, 1)
+    work, sequence, query = my_query(counts, counts.parts, support, MASK)
+    row = own_rows(work.part, work.head_group, query, sequence, support.nq, counts.head_groups, 1, 1)
     selection = my_selection(topk, work.head_group, query, sequence)
     seen = seen_columns(selection, sequence, support, MASK)
     token = sequence.q_start + query
     exists = query < sequence.q_len
     first_head_a = work.head_group * GROUP.size
     first_head_b = work.head_group * B.heads
-    index_a = group_row(work.head_group, query, sequence, support.nq, grid.head_groups, GROUP)
+    index_a = group_row(work.head_group, query, sequence, support.nq, counts.head_groups, GROUP)
     q_ptr_a = row_pointers(a.q, sequence.batch, first_head_a, token)
     q_ptr_b = row_pointers(b.q, sequence.batch, first_head_b, token)
     k_ptrs_a = row_pointers(a.k, sequence.batch, work.head_group * 0, sequence.k_start)

@@ -60,7 +60,7 @@ def gathered_gradient_kernel(
     topk,
     support,
     out,
-    grid,
+    counts,
     A: tl.constexpr,
     B: tl.constexpr,
     GROUP: tl.constexpr,
@@ -78,13 +78,13 @@ def gathered_gradient_kernel(
     PAIRED: tl.constexpr = B.heads == 0
     DISTRIBUTIONS: tl.constexpr = ROWS if PAIRED else 1
     HEADS: tl.constexpr = GROUP.pack if PAIRED else B.heads
-    work, sequence, query = my_query(grid, grid.parts * grid.pieces, support, MASK)
-    column_piece = work.part % grid.pieces
-    part = work.part // grid.pieces
-    heads = own_rows(part, work.head_group, query, sequence, support.nq, grid.head_groups, HEADS, ROWS)
+    work, sequence, query = my_query(counts, counts.parts * counts.pieces, support, MASK)
+    column_piece = work.part % counts.pieces
+    part = work.part // counts.pieces
+    heads = own_rows(part, work.head_group, query, sequence, support.nq, counts.head_groups, HEADS, ROWS)
     rows = heads
     if not PAIRED:
-        rows = own_rows(part * 0, work.head_group, query, sequence, support.nq, grid.head_groups, 1, 1)
+        rows = own_rows(part * 0, work.head_group, query, sequence, support.nq, counts.head_groups, 1, 1)
     first_head = work.head_group * GROUP.pack
     token = sequence.q_start + query
     selection = my_selection(topk, first_head, query, sequence)
@@ -119,12 +119,12 @@ def gathered_gradient_kernel(
     if WANT.b:
         dq_b = zeros(ROWS, B.grad)
         q_columns_b = gradient_columns(q_b, piece.first_b, B, True)  # [ROWS, GRAD]
-    all_heads = grid.head_groups * GROUP.pack
+    all_heads = counts.head_groups * GROUP.pack
     dk_index_a = sequence.batch.to(tl.int64) * (all_heads // A.per_kv) + first_head // A.per_kv
     dk_index_a = dk_index_a * support.nk + sequence.k_start
     dk_index_b = sequence.batch.to(tl.int64) * (all_heads // B.per_kv) + first_head // B.per_kv
     dk_index_b = dk_index_b * support.nk + sequence.k_start
-    index_a = group_row(work.head_group, query, sequence, support.nq, grid.head_groups, GROUP)
+    index_a = group_row(work.head_group, query, sequence, support.nq, counts.head_groups, GROUP)
     stats_a = RowStatPtrs(stats.a.m + index_a, stats.a.l + index_a)
     sum_p = tl.zeros([DISTRIBUTIONS], tl.float32)
     sum_acc = tl.zeros([DISTRIBUTIONS], tl.float32)

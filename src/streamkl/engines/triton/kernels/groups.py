@@ -137,7 +137,7 @@ class Parts(NamedTuple):
     rows: Any
 
 
-class RowGrid(NamedTuple):
+class RowCounts(NamedTuple):
     """Programs that own a block of packed rows, and one of ``splits`` of the keys."""
 
     blocks: Any
@@ -145,7 +145,7 @@ class RowGrid(NamedTuple):
     splits: Any
 
 
-class QueryGrid(NamedTuple):
+class QueryCounts(NamedTuple):
     """The same for gradients: one of ``pieces`` of their columns; ``rows`` rows in all."""
 
     blocks: Any
@@ -155,7 +155,7 @@ class QueryGrid(NamedTuple):
     rows: Any
 
 
-class KeyGrid(NamedTuple):
+class KeyCounts(NamedTuple):
     """Programs that own a block of keys and the ``span`` head groups that read it.
 
     Each computes one of ``pieces`` of the columns, from one of ``splits`` of the rows.
@@ -168,7 +168,7 @@ class KeyGrid(NamedTuple):
     splits: Any
 
 
-class GatheredGrid(NamedTuple):
+class GatheredCounts(NamedTuple):
     """Programs that own one query, one of ``parts`` of a head group and one of ``pieces`` of a gradient's columns."""
 
     blocks: Any
@@ -177,7 +177,7 @@ class GatheredGrid(NamedTuple):
     pieces: Any
 
 
-class AttentionGrid(NamedTuple):
+class AttentionCounts(NamedTuple):
     """Programs that own one of ``parts`` of a query block's rows, and one of ``pieces`` of the values' columns."""
 
     query_block: Any
@@ -191,7 +191,7 @@ class AttentionGrid(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of a program: its place on each axis of the grid."""
+    """The work of a program: its place on each axis of the counts."""
 
     block: Any
     head_group: Any

@@ -62,7 +62,7 @@ def lse_kernel(
     support,
     out,
     parts,
-    grid,
+    counts,
     SIDE: tl.constexpr,
     GROUP: tl.constexpr,
     MASK: tl.constexpr,
@@ -70,10 +70,10 @@ def lse_kernel(
     KEYS: tl.constexpr,
 ):
     """``(m, ln l) [B, H, Nq]`` of one side; a program owns a block of packed rows and one of the splits of the keys."""
-    work = my_work(grid.blocks, grid.head_groups, grid.splits)
-    block = grid.blocks - 1 - work.block  # the rows that see the most keys first
+    work = my_work(counts.blocks, counts.head_groups, counts.splits)
+    block = counts.blocks - 1 - work.block  # the rows that see the most keys first
     sequence, block = find_sequence(block, work.batch, support, GROUP.pack, ROWS, MASK)
-    rows = packed_rows(block, work.head_group, sequence, support.nq, grid.head_groups, GROUP.pack, ROWS)
+    rows = packed_rows(block, work.head_group, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
     tokens = sequence.q_start + rows.queries  # [ROWS]
     q_ptrs = row_pointers(side.q, sequence.batch, rows.heads, tokens)
     k_ptrs = row_pointers(side.k, sequence.batch, work.head_group * GROUP.pack // SIDE.per_kv, sequence.k_start)
@@ -83,7 +83,7 @@ def lse_kernel(
     else:
         q = held(q_ptrs, rows.exist, side.q, SIDE, True)
 
-    tiles = key_tiles(block, sequence, support, work.part, grid.splits, GROUP.pack, ROWS, KEYS, MASK)
+    tiles = key_tiles(block, sequence, support, work.part, counts.splits, GROUP.pack, ROWS, KEYS, MASK)
     state = new_lse(ROWS)
     for masked in tl.static_range(2):
         state = _lse_pass(
