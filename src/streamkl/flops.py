@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from streamkl.ops import OPTIONS, STATS, TENSORS, Options, Tensors, divided
+from streamkl.ops import bound
 from streamkl.problem import Sequence, Support
 
 
@@ -37,35 +37,41 @@ def _pairs(support: Support, seq: Sequence) -> int:
     return int((last - first).sum())
 
 
-def _without_output(formula: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return formula(*args, **kwargs)
+def _flops(operator: str, formula: Any, *args: Any, out_val: Any = None) -> int:
+    return formula(bound(operator, args))
 
 
-def _logsumexp(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> int:
-    (topk, cu_seqlens_q, cu_seqlens_k), (_, _, _, left, right, *_) = divided(args, 3)
-    support = Support.of(q, k, left, right, cu_seqlens_q, cu_seqlens_k, topk)
-    return 2 * allowed_pairs(support) * q.shape[1] * q.shape[3]
+def _logsumexp(given: Any) -> int:
+    return _product(given.q, _pairs_of(given.q, given.k, given))
 
 
-def _forward(*args: Any) -> int:
-    return _products(args[:TENSORS], args[-OPTIONS:], 1, 1)
+def _forward(given: Any) -> int:
+    return _products(given, 1, 1)
 
 
-def _train(*args: Any) -> int:
-    return _products(args[:TENSORS], args[-OPTIONS:], 1, 3)
+def _train(given: Any) -> int:
+    return _products(given, 1, 3)
 
 
-def _rows_backward(*args: Any) -> int:
-    _, tensors, options, wanted = divided(args, 2 + STATS, TENSORS, OPTIONS)
-    return _products(tensors, options, *(3 if want else 1 for want in wanted))
+def _rows_backward(given: Any) -> int:
+    return _products(given, 3 if given.want_a else 1, 3 if given.want_b else 1)
 
 
-def _products(given: tuple[Any, ...], numbers: tuple[Any, ...], of_a: int, of_b: int) -> int:
+def _products(given: Any, of_a: int, of_b: int) -> int:
     """FLOPs of ``of_a`` products per tile on side ``a`` and ``of_b`` on side ``b``."""
-    a_q, _, b_q, b_k, _, topk, cu_seqlens_q, cu_seqlens_k = Tensors(*given)
-    options = Options(*numbers)
-    pairs = allowed_pairs(Support.of(b_q, b_k, options.left, options.right, cu_seqlens_q, cu_seqlens_k, topk))
-    return 2 * pairs * (of_a * a_q.shape[1] * a_q.shape[3] + of_b * b_q.shape[1] * b_q.shape[3])
+    pairs = _pairs_of(given.b_q, given.b_k, given)
+    return of_a * _product(given.a_q, pairs) + of_b * _product(given.b_q, pairs)
+
+
+def _pairs_of(q: Tensor, k: Tensor, given: Any) -> int:
+    return allowed_pairs(
+        Support.of(q, k, given.left, given.right, given.cu_seqlens_q, given.cu_seqlens_k, given.topk)
+    )  # fmt: skip
+
+
+def _product(q: Tensor, pairs: int) -> int:
+    """FLOPs of one product of all heads."""
+    return 2 * pairs * q.shape[1] * q.shape[3]
 
 
 for _name, _formula in {
@@ -76,4 +82,4 @@ for _name, _formula in {
     "rows_backward": _rows_backward,
 }.items():
     _op = getattr(torch.ops.streamkl, _name)
-    register_flop_formula(_op, get_raw=True)(functools.partial(_without_output, _formula))
+    register_flop_formula(_op, get_raw=True)(functools.partial(_flops, _name, _formula))

@@ -9,7 +9,8 @@ reductions. Side ``a`` is the target, side ``b`` is compared with it (`Problem`)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,16 +74,20 @@ class Options(NamedTuple):
     backend: str
 
 
-def divided(args: tuple[Any, ...], *counts: int) -> list[tuple[Any, ...]]:
-    """An operator's arguments split into runs of the given lengths; the rest comes last."""
-    runs, start = [], 0
-    for count in counts:
-        runs.append(args[start : start + count])
-        start += count
-    return [*runs, args[start:]]
+def bound(operator: str, args: Sequence[Any]) -> Any:
+    """An operator's arguments, as a tuple with the names of its schema."""
+    return _arguments(operator)._make(args)
 
 
-TENSORS, STATS, OPTIONS = len(Tensors._fields), len(RowStats._fields), len(Options._fields)
+@functools.cache
+def _arguments(operator: str) -> Any:
+    schema = getattr(torch.ops.streamkl, operator).default._schema
+    return namedtuple(operator, [argument.name for argument in schema.arguments])
+
+
+def fields_of(group: Any, given: Any) -> Any:
+    """A group of an operator's arguments, by the names of its fields."""
+    return group._make(getattr(given, name) for name in group._fields)
 
 
 def _empty_rows(q: Tensor, dtype: torch.dtype, head_summed: bool = False) -> Tensor:
@@ -112,19 +117,16 @@ for _name, _schema in SCHEMAS.items():
     torch.library.define(f"streamkl::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 
 
-def _problem(given: tuple[Any, ...], numbers: tuple[Any, ...]) -> tuple[engines.Engine, Problem, Inputs]:
-    tensors, options = Tensors(*given), Options(*numbers)
-    inputs = Inputs(*tensors[:5])
-    a = Side.of(inputs.a_q, inputs.a_k, options.a_scale, options.a_relu)
-    b = Side.of(inputs.b_q, inputs.b_k, options.b_scale, options.b_relu, options.b_head_summed)
-    support = _support(inputs.b_q, inputs.b_k, options.left, options.right, tensors[5:])
-    problem = Problem(a, b, support, options.deterministic)
-    return engines.choose(options.backend, inputs.b_q.device, problem).engine, problem, inputs
+def _problem(given: Any) -> tuple[engines.Engine, Problem, Inputs]:
+    inputs: Inputs = fields_of(Inputs, given)
+    a = Side.of(inputs.a_q, inputs.a_k, given.a_scale, given.a_relu)
+    b = Side.of(inputs.b_q, inputs.b_k, given.b_scale, given.b_relu, given.b_head_summed)
+    problem = Problem(a, b, _support(inputs.b_q, inputs.b_k, given), given.deterministic)
+    return engines.choose(given.backend, inputs.b_q.device, problem).engine, problem, inputs
 
 
-def _support(q: Tensor, k: Tensor, left: int | None, right: int | None, keys: tuple[Tensor | None, ...]) -> Support:
-    topk, cu_seqlens_q, cu_seqlens_k = keys
-    support = Support.of(q, k, left, right, cu_seqlens_q, cu_seqlens_k, topk)
+def _support(q: Tensor, k: Tensor, given: Any) -> Support:
+    support = Support.of(q, k, given.left, given.right, given.cu_seqlens_q, given.cu_seqlens_k, given.topk)
     validation.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
     return support
 
@@ -135,12 +137,13 @@ def _check_topk(engine: engines.Engine, support: Support, checked: bool = False)
 
 
 @body("logsumexp")
-def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    keys, (scale, relu, head_summed, left, right, checked, dtype, backend) = divided(args, 3)
-    support, side = _support(q, k, left, right, keys), Side.of(q, k, scale, relu, head_summed)
-    engine = engines.choose(backend, q.device, Problem(side, side, support)).engine
-    _check_topk(engine, support, checked)
-    return engine.logsumexp(support, side, q, k, w, dtype)
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    given = bound("logsumexp", args)
+    support = _support(given.q, given.k, given)
+    side = Side.of(given.q, given.k, given.scale, given.relu, given.head_summed)
+    engine = engines.choose(given.backend, given.q.device, Problem(side, side, support)).engine
+    _check_topk(engine, support, given.checked)
+    return engine.logsumexp(support, side, given.q, given.k, given.w, given.dtype)
 
 
 @body("checked_weight")
@@ -159,7 +162,7 @@ def _(weight: Tensor, mass: Tensor, lse: Tensor) -> Tensor:
 
 @body("paired_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    engine, problem, inputs = _problem(*divided(args, TENSORS))
+    engine, problem, inputs = _problem(bound("paired_rows", args))
     _check_topk(engine, problem.support)
     kl, mean, (m_a, ln_l_a, m_b, ln_l_b) = engine.paired_rows(problem, inputs)
     nan = _nan_unless_finite(kl)
@@ -168,30 +171,35 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 @body("mixture_rows")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    tensors, (m_a, ln_l_a, checked), options = divided(args, TENSORS, 3)
-    engine, problem, inputs = _problem(tensors, options)
-    _check_topk(engine, problem.support, checked)
-    kl, m_b, ln_l_b, s = engine.mixture_rows(problem, inputs, m_a, relative_to_first_head(ln_l_a, problem.head_group))
+    given = bound("mixture_rows", args)
+    engine, problem, inputs = _problem(given)
+    _check_topk(engine, problem.support, given.checked)
+    relative = relative_to_first_head(given.ln_l_a, problem.head_group)
+    kl, m_b, ln_l_b, s = engine.mixture_rows(problem, inputs, given.m_a, relative)
     nan = _nan_unless_finite(kl)
-    return kl + nan, m_b + nan, ln_l_b, s * torch.exp(-ln_l_a[:, :: problem.head_group])
+    return kl + nan, m_b + nan, ln_l_b, s * torch.exp(-given.ln_l_a[:, :: problem.head_group])
 
 
 @body("rows_backward")
-def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    stats, tensors, options, (want_a, want_b) = divided(args, STATS, TENSORS, OPTIONS)
-    engine, problem, inputs = _problem(tensors, options)
-    gradients = engine.backward(problem, inputs, RowStats(*stats), mean, row_grad, want_a, want_b)
-    return tuple(_or_empty(grad, row_grad) for grad in gradients)
+def _(*args: Any) -> tuple[Tensor, ...]:
+    given = bound("rows_backward", args)
+    engine, problem, inputs = _problem(given)
+    stats = fields_of(RowStats, given)
+    gradients = engine.backward(
+        problem, inputs, stats, given.mean, given.row_grad, given.want_a, given.want_b
+    )  # fmt: skip
+    return tuple(_or_empty(grad, given.row_grad) for grad in gradients)
 
 
 @body("train")
 def _(*args: Any) -> tuple[Tensor, ...]:
-    tensors, stats, (weight,), options = divided(args, TENSORS, STATS, 1)
-    engine, problem, inputs = _problem(tensors, options)
+    given = bound("train", args)
+    engine, problem, inputs = _problem(given)
     # `topk` was checked by the logsumexp of a side, which comes before.
-    loss, gradients, mass = engine.train(problem, inputs, RowStats(*stats), weight)
-    validation.check_teacher_mass(torch.where(stats[2] == -torch.inf, 1.0, mass), stats[0])
-    return loss + _nan_unless_finite(loss), *(_or_empty(grad, loss) for grad in gradients[2:])
+    loss, gradients, mass = engine.train(problem, inputs, fields_of(RowStats, given), given.weight)
+    validation.check_teacher_mass(torch.where(given.m_b == -torch.inf, 1.0, mass), given.m_a)
+    of_b = (gradients.b_q, gradients.b_k, gradients.b_w)
+    return loss + _nan_unless_finite(loss), *(_or_empty(grad, loss) for grad in of_b)
 
 
 def _nan_unless_finite(kl: Tensor) -> Tensor:
@@ -217,9 +225,9 @@ def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.register_fake("streamkl::logsumexp")
-def _(q: Tensor, k: Tensor, w: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    head_summed, dtype = args[5], args[-2]
-    return _empty_rows(q, dtype, head_summed), _empty_rows(q, dtype, head_summed)
+def _(*args: Any) -> tuple[Tensor, ...]:
+    given = bound("logsumexp", args)
+    return tuple(_empty_rows(given.q, given.dtype, given.head_summed) for _ in range(2))
 
 
 @torch.library.register_fake("streamkl::checked_weight")
@@ -233,30 +241,34 @@ def _(weight: Tensor, mass: Tensor, lse: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("streamkl::paired_rows")
-def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: object) -> tuple[Tensor, ...]:
-    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype)) for _ in range(6))
+def _(*args: Any) -> tuple[Tensor, ...]:
+    given = bound("paired_rows", args)
+    return tuple(_empty_rows(given.b_q, compute_dtype(given.a_q.dtype, given.b_q.dtype)) for _ in range(6))
 
 
 @torch.library.register_fake("streamkl::mixture_rows")
-def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    head_summed = Options(*args[-OPTIONS:]).b_head_summed
-    return tuple(_empty_rows(b_q, compute_dtype(a_q.dtype, b_q.dtype), head_summed) for _ in range(4))
+def _(*args: Any) -> tuple[Tensor, ...]:
+    given = bound("mixture_rows", args)
+    dtype = compute_dtype(given.a_q.dtype, given.b_q.dtype)
+    return tuple(_empty_rows(given.b_q, dtype, given.b_head_summed) for _ in range(4))
 
 
 @torch.library.register_fake("streamkl::rows_backward")
-def _(row_grad: Tensor, mean: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    _, inputs, _, (want_a, want_b) = divided(args, STATS, 5, TENSORS - 5 + OPTIONS)
-    wanted = (want_a, want_a, want_b, want_b, want_b)
+def _(*args: Any) -> tuple[Tensor, ...]:
+    given = bound("rows_backward", args)
+    wanted = Inputs(given.want_a, given.want_a, given.want_b, given.want_b, given.want_b)
     return tuple(
-        x.new_empty(x.shape) if want and x is not None else row_grad.new_empty(0)
-        for x, want in zip(inputs, wanted, strict=True)
+        x.new_empty(x.shape) if want and x is not None else given.row_grad.new_empty(0)
+        for x, want in zip(fields_of(Inputs, given), wanted, strict=True)
     )
 
 
 @torch.library.register_fake("streamkl::train")
-def _(a_q: Tensor, a_k: Tensor, b_q: Tensor, b_k: Tensor, b_w: Tensor | None, *args: object) -> tuple[Tensor, ...]:
-    shapes = ((), b_q.shape, b_k.shape, (0,) if b_w is None else b_w.shape)
-    return tuple(b_q.new_empty(shape, dtype=compute_dtype(a_q.dtype, b_q.dtype)) for shape in shapes)
+def _(*args: Any) -> tuple[Tensor, ...]:
+    given = bound("train", args)
+    shapes = ((), given.b_q.shape, given.b_k.shape, (0,) if given.b_w is None else given.b_w.shape)
+    dtype = compute_dtype(given.a_q.dtype, given.b_q.dtype)
+    return tuple(given.b_q.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 @torch.library.register_fake("streamkl::scale_gradient")
@@ -265,28 +277,34 @@ def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _save_paired(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _save_rows(ctx, inputs, *output[1:])
+    _, mean, *stats = output
+    _save_rows(ctx, bound("paired_rows", inputs), mean, RowStats(*stats))
 
 
 def _save_mixture(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _save_rows(ctx, inputs, None, *inputs[TENSORS : TENSORS + 2], *output[1:3])
+    given = bound("mixture_rows", inputs)
+    _, m_b, ln_l_b, _ = output
+    _save_rows(ctx, given, None, RowStats(given.m_a, given.ln_l_a, m_b, ln_l_b))
 
 
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], mean: Tensor | None, *stats: Tensor) -> None:
-    ctx.arguments, ctx.options = len(inputs), inputs[-OPTIONS:]
+def _save_rows(ctx: Any, given: Any, mean: Tensor | None, stats: RowStats) -> None:
+    ctx.names, ctx.options = given._fields, fields_of(Options, given)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:TENSORS], mean, *stats)
+    ctx.save_for_backward(mean, *stats, *fields_of(Tensors, given))
 
 
 def _rows_backward(ctx: Any, row_grad: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if row_grad is None:
-        return (None,) * ctx.arguments
-    tensors, (mean,), stats = divided(ctx.saved_tensors, TENSORS, 1)
-    needs = ctx.needs_input_grad[:5]
-    want_a, want_b = any(needs[:2]), any(needs[2:])
-    gradients = torch.ops.streamkl.rows_backward(row_grad, mean, *stats, *tensors, *ctx.options, want_a, want_b)
-    wanted = (grad if need else None for grad, need in zip(gradients, needs, strict=True))
-    return (*wanted, *(None,) * (ctx.arguments - 5))
+        return (None,) * len(ctx.names)
+    needs = dict(zip(ctx.names, ctx.needs_input_grad, strict=True))
+    want_a, want_b = (any(needs[name] for name in names) for names in (("a_q", "a_k"), ("b_q", "b_k", "b_w")))
+    gradients = torch.ops.streamkl.rows_backward(row_grad, *ctx.saved_tensors, *ctx.options, want_a, want_b)
+    return _in_place_of(needs, dict(zip(Inputs._fields, gradients, strict=True)))
+
+
+def _in_place_of(needs: dict[str, bool], gradients: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs that need one, in the order of an operator's arguments."""
+    return tuple(gradients[name] if need and name in gradients else None for name, need in needs.items())
 
 
 for _name, _save in (("paired_rows", _save_paired), ("mixture_rows", _save_mixture)):
@@ -294,20 +312,24 @@ for _name, _save in (("paired_rows", _save_paired), ("mixture_rows", _save_mixtu
 
 
 def _save_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.arguments = len(inputs)
+    given = bound("train", inputs)
+    _, *gradients = output
+    ctx.names = given._fields
     ctx.set_materialize_grads(False)  # the gradients are outputs too: allocate no zeros of their size
-    ctx.dtypes = [None if x is None else x.dtype for x in inputs[2:5]]
-    ctx.save_for_backward(*output[1:])
+    ctx.dtypes = {"b_q": given.b_q.dtype, "b_k": given.b_k.dtype, "b_w": None if given.b_w is None else given.b_w.dtype}
+    ctx.save_for_backward(*gradients)
 
 
 def _train_backward(ctx: Any, upstream: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if upstream is None:
-        return (None,) * ctx.arguments
-    gradients = (
-        torch.ops.streamkl.scale_gradient(gradient, upstream, dtype) if need else None
-        for gradient, dtype, need in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[2:5], strict=True)
-    )
-    return (None, None, *gradients, *(None,) * (ctx.arguments - 5))
+        return (None,) * len(ctx.names)
+    needs = dict(zip(ctx.names, ctx.needs_input_grad, strict=True))
+    gradients = {
+        name: torch.ops.streamkl.scale_gradient(gradient, upstream, dtype)
+        for (name, dtype), gradient in zip(ctx.dtypes.items(), ctx.saved_tensors, strict=True)
+        if needs[name]
+    }
+    return _in_place_of(needs, gradients)
 
 
 torch.library.register_autograd("streamkl::train", _train_backward, setup_context=_save_train)

@@ -5,6 +5,7 @@ Their tensors have the layout of ``streamkl.ops``. ``query_block`` consecutive r
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,12 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from streamkl import engines, validation
-from streamkl.ops import body, not_differentiable
+from streamkl.ops import body, bound, not_differentiable
 from streamkl.problem import Problem, Side, Support
 
 _KEYS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right, SymInt query_block, str backend"
-KEYS = 6
-"""The last arguments of every operator, and how many they are."""
+"""The last arguments of every operator."""
 SCHEMAS = {
     "index_topk": "(Tensor q, Tensor k, Tensor? w, Tensor? lse, float? scale, bool relu, SymInt topk, "
     f"{_KEYS}) -> Tensor",
@@ -30,59 +30,54 @@ for _name, _schema in SCHEMAS.items():
     torch.library.define(f"streamkl::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 
 
-def _engine(name: str, q: Tensor, k: Tensor, side: Side, keys: tuple[Any, ...]) -> tuple[Any, Support, int]:
-    """The engine for an operator, the support, and the query block."""
-    cu_seqlens_q, cu_seqlens_k, left, right, query_block, backend = keys
-    support = Support.of(q, k, left, right, cu_seqlens_q, cu_seqlens_k)
-    validation.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, support.nq, support.nk)
-    engine = engines.choose(backend, q.device, Problem(side, side, support), name).engine
-    return engine, support, query_block
+def _engine(name: str, side: Side, given: Any) -> tuple[Any, Support]:
+    """The engine for an operator, and the support."""
+    support = Support.of(given.q, given.k, given.left, given.right, given.cu_seqlens_q, given.cu_seqlens_k)
+    validation.check_cu_seqlens(given.cu_seqlens_q, given.cu_seqlens_k, support.nq, support.nk)
+    return engines.choose(given.backend, given.q.device, Problem(side, side, support), name).engine, support
 
 
 @body("index_topk")
-def _(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor | None,
-    lse: Tensor | None,
-    scale: float | None,
-    relu: bool,
-    topk: int,
-    *keys: Any,
-) -> Any:
-    side = Side.of(q, k, scale, relu, head_summed=True)
-    engine, support, query_block = _engine("index_topk", q, k, side, keys)
-    return engine.index_topk(support, side, q, k, w, lse, topk, query_block)
+def _(*args: Any) -> Any:
+    given = bound("index_topk", args)
+    side = Side.of(given.q, given.k, given.scale, given.relu, head_summed=True)
+    engine, support = _engine("index_topk", side, given)
+    return engine.index_topk(support, side, given.q, given.k, given.w, given.lse, given.topk, given.query_block)
 
 
 @body("attention_topk")
-def _(q: Tensor, k: Tensor, lse: Tensor, scale: float | None, topk: int, *keys: Any) -> Tensor:
-    side = Side.of(q, k, scale)
-    engine, support, query_block = _engine("attention_topk", q, k, side, keys)
-    return engine.attention_topk(support, side, q, k, lse, topk, query_block)
+def _(*args: Any) -> Tensor:
+    given = bound("attention_topk", args)
+    side = Side.of(given.q, given.k, given.scale)
+    engine, support = _engine("attention_topk", side, given)
+    return engine.attention_topk(support, side, given.q, given.k, given.lse, given.topk, given.query_block)
 
 
 @body("sparse_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float | None, *keys: Any) -> Tensor:
-    side = Side.of(q, k, scale)
-    engine, support, query_block = _engine("sparse_attention", q, k, side, keys)
-    wanted = support.query_block_count(query_block)
+def _(*args: Any) -> Tensor:
+    given = bound("sparse_attention", args)
+    side, indices = Side.of(given.q, given.k, given.scale), given.indices
+    engine, support = _engine("sparse_attention", side, given)
+    wanted = support.query_block_count(given.query_block)
     if indices.shape[1] != wanted:
         raise ValueError(
-            f"indices must have {wanted} query blocks, of {query_block} queries each: got {indices.shape[1]}"
+            f"indices must have {wanted} query blocks, of {given.query_block} queries each: got {indices.shape[1]}"
         )
-    packed = keys[0] is not None
+    packed = given.cu_seqlens_q is not None
     if packed or indices.dtype != torch.int32 or not getattr(engine, "checks_topk", False):
         validation.check_topk(indices[:, None], support.nk, "indices", getattr(engine, "first_wrong_row", None))
-    return engine.sparse_attention(support, side, q, k, v, indices, query_block)
+    return engine.sparse_attention(support, side, given.q, given.k, given.v, indices, given.query_block)
 
 
-@torch.library.register_fake("streamkl::index_topk")
-@torch.library.register_fake("streamkl::attention_topk")
-def _(q: Tensor, *args: Any) -> Tensor:
-    topk, cu_seqlens_q, *_, query_block, _ = args[-1 - KEYS :]  # both schemas end alike
-    query_blocks = _traced_query_block_count(q.shape[2], query_block, packed=cu_seqlens_q is not None)
-    return q.new_empty((q.shape[0], query_blocks, topk), dtype=torch.int32)
+def _empty_topk(operator: str, *args: Any) -> Tensor:
+    given = bound(operator, args)
+    batch, _, tokens, _ = given.q.shape
+    query_blocks = _traced_query_block_count(tokens, given.query_block, packed=given.cu_seqlens_q is not None)
+    return given.q.new_empty((batch, query_blocks, given.topk), dtype=torch.int32)
+
+
+for _name in ("index_topk", "attention_topk"):
+    torch.library.register_fake(f"streamkl::{_name}", functools.partial(_empty_topk, _name))
 
 
 def _traced_query_block_count(nq: int, query_block: int, packed: bool) -> int:
@@ -106,9 +101,10 @@ def _traced_query_block_count(nq: int, query_block: int, packed: bool) -> int:
 
 
 @torch.library.register_fake("streamkl::sparse_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    batch, heads, tokens = q.shape[:3]
-    return q.new_empty((batch, tokens, heads, v.shape[3])).transpose(1, 2)
+def _(*args: Any) -> Tensor:
+    given = bound("sparse_attention", args)
+    batch, heads, tokens, _ = given.q.shape
+    return given.q.new_empty((batch, tokens, heads, given.v.shape[3])).transpose(1, 2)
 
 
 torch.library.register_autograd(

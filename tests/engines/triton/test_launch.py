@@ -87,7 +87,7 @@ def test_packed_grids_have_a_spare_block_per_sequence(packed: int) -> None:
     problem, inputs, stats = meta_problem(batch=1, packed=packed)
     for launch in every_plan(problem, inputs, stats)["paired"]:
         rows = 4096 * Group.of(problem).pack
-        assert launch.arguments["blocks"] == rows // launch.constants["ROWS"] + packed
+        assert launch.arguments["counts"].blocks == rows // launch.constants["ROWS"] + packed
 
 
 @pytest.mark.parametrize("packed", [0, 3])
@@ -121,8 +121,8 @@ def test_deterministic_plans_add_nothing_in_a_random_order(heads) -> None:
     for name, launches in every_plan(*meta_problem(heads, (48, 5000), 1, deterministic=True)).items():
         for launch in launches:
             if launch.kernel.__name__ == "keys_kernel":
-                flags = ("DQ", "LOSS", "ATOMIC_A", "ATOMIC_B")
-                assert not any(launch.constants[flag] for flag in flags), name
+                want = launch.constants["WANT"]
+                assert not any((want.dq, want.loss, want.atomic_a, want.atomic_b)), name
 
 
 @pytest.mark.parametrize("bad", ["no json", '{"sm_90": {"paired": {"128": {"depth": 3}}}}', '{"sm_90": [1]}'])
@@ -199,8 +199,8 @@ def test_the_tensors_device_is_current_while_a_kernel_is_launched(monkeypatch: p
         events.append(("exit", device))
 
     class Kernel:
-        def __getitem__(self, grid):
-            return lambda **arguments: events.append(("launch", grid))
+        def __getitem__(self, counts):
+            return lambda **arguments: events.append(("launch", counts))
 
     monkeypatch.setattr(torch.cuda, "device", guard)
     device = torch.device("cuda", 3)

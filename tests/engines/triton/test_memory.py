@@ -29,6 +29,13 @@ def addresses(x: torch.Tensor) -> numpy.ndarray:
     return (x.data_ptr() + offsets.flatten() * x.element_size()).numpy()
 
 
+def tensors(value: object) -> list[torch.Tensor]:
+    """The tensors among arguments and in groups of them."""
+    if isinstance(value, tuple):
+        return [x for item in value for x in tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
 @pytest.fixture
 def sanitizer(monkeypatch: pytest.MonkeyPatch) -> dict:
     """Holds each load, store and addition of each launch to the elements of its arguments; counts what it saw."""
@@ -38,9 +45,8 @@ def sanitizer(monkeypatch: pytest.MonkeyPatch) -> dict:
     run = launch.Launch.run
 
     def registered(self, device):
-        tensors = [x for x in self.arguments.values() if isinstance(x, torch.Tensor)]
-        tensors += [x for x in (self.arguments.get("cu") or ()) if isinstance(x, torch.Tensor)]
-        state["elements"] = numpy.unique(numpy.concatenate([addresses(x) for x in tensors]))
+        given = tensors(tuple(self.arguments.values()))
+        state["elements"] = numpy.unique(numpy.concatenate([addresses(x) for x in given]))
         state["kernels"].add(self.kernel.fn.__name__)
         run(self, device)
 
@@ -180,15 +186,13 @@ def test_the_sanitizer_covers_every_kernel_of_a_loss(sanitizer, monkeypatch) -> 
 
 
 def test_the_sanitizer_sees_an_address_outside(sanitizer, monkeypatch) -> None:
-    from streamkl.engines.triton.kernels import primitives
+    from streamkl.engines.triton.kernels import products
 
-    def unmasked(p_n, m_n, stride_d, d0, dim, block, masked, total=0):
-        return original(p_n, m_n, stride_d, d0, block, block, masked)
+    def unmasked(tokens, first, dim, block, masked, total=0):
+        return original(tokens, first, block, block, masked)
 
-    original = primitives.load_tile
-    from streamkl.engines.triton.kernels import lse
-
-    monkeypatch.setattr(lse, "load_tile", unmasked)
+    original = products.load_tile
+    monkeypatch.setattr(products, "load_tile", unmasked)
     case = make_case(0, tokens=(5, 5), dims=(24, 24), batch=1)
     with pytest.raises(Exception, match="are no element of an argument"):
         attention_lse(case.tensors["teacher_q"], case.tensors["teacher_k"], backend="triton")

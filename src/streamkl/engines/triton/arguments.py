@@ -1,23 +1,25 @@
-"""The arguments of launches: tensors by name, and row vectors as the passes read them."""
+"""The arguments of launches: the groups that kernels read, and row vectors as the passes read them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from streamkl.engines.triton.kernels.groups import (
+    GradientRowPtrs,
+    LseOut,
+    MixtureOut,
+    PairedOut,
+    RowStatPtrs,
+    SideArguments,
+    Strided,
+)
 from streamkl.engines.triton.kernels.rows import rows_kernel
-from streamkl.engines.triton.launch import Launch, row_launch
-from streamkl.problem import Inputs, Problem
+from streamkl.engines.triton.launch import Launch, new_rows, row_launch
+from streamkl.problem import Inputs, Problem, Side
 from streamkl.state import RowStats
-
-
-class Rows(NamedTuple):
-    """The row stats of a side as the passes read them: ``m`` and ``log2 l``, ``[B, heads, Nq]``."""
-
-    m: Tensor
-    l: Tensor
 
 
 class Trained(NamedTuple):
@@ -28,85 +30,92 @@ class Trained(NamedTuple):
     dw: Tensor | None
     sum_p: Tensor
     sum_acc: Tensor
-    b: Rows
+    b: RowStatPtrs
 
 
 class GradientRows(NamedTuple):
     """The row vectors that a gradient pass reads, and the launches that compute them.
 
-    If a side is ``half`` (float16), ``weight`` was divided by ``peak``; ``peak_w`` is the divisor of index weights.
+    If a side is ``half`` (float16), ``weight`` was divided by ``weight_divisor``; ``index_divisor`` is that of index
+    weights.
     """
 
     launches: list[Launch]
-    a: Rows
-    b: Rows
+    a: RowStatPtrs
+    b: RowStatPtrs
     weight: Tensor
-    peak: Tensor
-    peak_w: Tensor | None
-    half: bool
+    weight_divisor: Tensor | None
+    index_divisor: Tensor | None
+
+    @property
+    def half(self) -> bool:
+        """Whether a side is float16."""
+        return self.weight_divisor is not None
 
     @classmethod
     def of(cls, problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> GradientRows:
         """From the row stats of both sides and the weights of the rows, ``[B, R, Nq]``."""
         half = torch.float16 in (inputs.a_q.dtype, inputs.b_q.dtype)
-        weight, peak = _weights(weight.contiguous(), half)
+        weight, weight_divisor = _weights(weight.contiguous(), half)
         prepare_a, a = known_rows(stats.m_a, stats.ln_l_a, weight, problem.head_group)
         prepare_b, b = known_rows(stats.m_b, stats.ln_l_b, weight, 1)
-        peak_w = None
+        index_divisor = None
         if inputs.b_w is not None and inputs.b_q.dtype == torch.float16:
-            peak_w = _peak(torch.where((weight != 0) & (stats.m_b != -torch.inf), inputs.b_w.float(), 0.0))
-        return cls([prepare_a, prepare_b], a, b, weight, peak, peak_w, half)
+            index_divisor = _divisor(torch.where((weight != 0) & (stats.m_b != -torch.inf), inputs.b_w.float(), 0.0))
+        return cls([prepare_a, prepare_b], a, b, weight, weight_divisor, index_divisor)
 
-    def arguments(self, problem: Problem, inputs: Inputs, mean: Tensor | None) -> dict[str, Any]:
-        """The arguments of a gradient pass, without its outputs; ``mean`` is read where side ``a`` wants gradients."""
-        return tensors(inputs) | index_weights(inputs) | {
-            "m_a": self.a.m, "l_a": self.a.l, "m_b": self.b.m, "l_b": self.b.l, "weight": self.weight,
-            "mean": given(mean, self.weight), "peak": self.peak, "peak_w": self.peak_w,
-            "scale_a": problem.a.scale, "scale_b": problem.b.scale,
-        }  # fmt: skip
+    def arguments(self, mean: Tensor | None) -> GradientRowPtrs:
+        """The rows as kernels read them; ``mean`` is read where side ``a`` wants gradients."""
+        return GradientRowPtrs(self.a, self.b, self.weight, mean, self.weight_divisor, self.index_divisor)
 
 
-def tensors(inputs: Inputs) -> dict[str, Any]:
-    """Queries and keys of both sides, and their strides."""
-    a_q, a_k, b_q, b_k = inputs[:4]
+def side_arguments(side: Side, q: Tensor, k: Tensor, w: Tensor | None = None) -> SideArguments:
+    """One side as kernels read it."""
+    weights = None if w is None else Strided(w, *w.stride())
+    return SideArguments(Strided(q, *q.stride()), Strided(k, *k.stride()), weights, side.dim, side.scale)
+
+
+def both_sides(problem: Problem, inputs: Inputs) -> dict[str, SideArguments]:
+    """Both sides as kernels read them."""
     return {
-        "q_a": a_q, "k_a": a_k, "q_b": b_q, "k_b": b_k, "strides_qa": a_q.stride(), "strides_ka": a_k.stride(),
-        "strides_qb": b_q.stride(), "strides_kb": b_k.stride(),
-    }  # fmt: skip
+        "a": side_arguments(problem.a, inputs.a_q, inputs.a_k),
+        "b": side_arguments(problem.b, inputs.b_q, inputs.b_k, inputs.b_w),
+    }
 
 
-def index_weights(inputs: Inputs) -> dict[str, Any]:
-    """The weights of index heads, if they have any."""
-    w = inputs.b_w
-    return {"w_b": w, "strides_wb": None if w is None else w.stride()}
-
-
-def known_rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[Launch, Rows]:
+def known_rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[Launch, RowStatPtrs]:
     """The row stats of a side as the passes read them; ``heads`` heads make one distribution."""
     m, ln_l = m.contiguous(), ln_l.contiguous()
-    rows = Rows(*(torch.empty_like(m) for _ in range(2)))
+    rows = RowStatPtrs(*(torch.empty_like(m) for _ in range(2)))
     arguments = {
-        "m": m, "ln_l": ln_l, "weight": m if weight is None else weight, "out_m": rows.m,
-        "out_l": rows.l, "rows": m.numel(), "nq": m.shape[2], "per_weight": heads,
+        "given": LseOut(m, ln_l), "weight": weight, "out": rows, "rows": m.numel(), "nq": m.shape[2],
+        "per_weight": heads,
     }  # fmt: skip
-    return row_launch(rows_kernel, m.numel(), arguments, WEIGHTED=weight is not None), rows
+    return row_launch(rows_kernel, m.numel(), arguments), rows
 
 
-def given(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A tensor, or a placeholder for one that the kernel does not read."""
-    return other if tensor is None else tensor
+def new_paired_out(problem: Problem, q: Tensor, packed: bool) -> PairedOut:
+    """Results of a forward head by head."""
+    values = (0.0, 0.0, -torch.inf, 0.0, -torch.inf, 0.0)
+    return PairedOut(*(new_rows(q, problem.distributions, packed, value) for value in values))
 
 
-def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+def new_mixture_out(problem: Problem, q: Tensor, packed: bool) -> MixtureOut:
+    """Results of a forward against a head mean."""
+    values = (0.0, -torch.inf, 0.0, 0.0)
+    return MixtureOut(*(new_rows(q, problem.distributions, packed, value) for value in values))
+
+
+def _weights(weight: Tensor, half: bool) -> tuple[Tensor, Tensor | None]:
     """Row weights in float32; for float16, where derivatives would underflow, at most 1, with their divisor."""
     weight = weight.float()
     if not half:
-        return weight, weight
-    peak = _peak(weight)
-    return weight / peak, peak
+        return weight, None
+    divisor = _divisor(weight)
+    return weight / divisor, divisor
 
 
-def _peak(weight: Tensor) -> Tensor:
+def _divisor(weight: Tensor) -> Tensor:
     """The least power of two that no finite weight exceeds; 1 if there is none."""
     if weight.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=weight.device)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamkl.engines.triton.arguments import side_arguments
 from streamkl.engines.triton.kernels.attention import sparse_attention_kernel
+from streamkl.engines.triton.kernels.groups import AttentionCounts, Strided, SupportArguments, TopkArguments
 from streamkl.engines.triton.launch import Launch, Tiling
 from streamkl.engines.triton.meta import padded
 from streamkl.problem import Problem, Side, Support
@@ -26,11 +28,12 @@ def sparse_attention(
     rows = min(tiling.config.rows, padded(query_block * tiling.b.per_kv))
     parts, pieces = math.ceil(query_block * tiling.b.per_kv / rows), math.ceil(v.shape[3] / columns)
     query_blocks = indices.shape[1]
+    per_batch, per_query_block, per_column = indices.stride()
+    selected = Strided(indices, per_batch, None, per_query_block, per_column)
     arguments: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "out": out, "strides_q": q.stride(), "strides_k": k.stride(), "strides_v": v.stride(),
-        "strides_o": out.stride(), "topk": indices, "strides_t": indices.stride(), "columns": indices.shape[2],
-        "cu": _starts(tiling, query_block), "extent": tiling.extent, "scale": side.scale, "query_block": query_block,
-        "query_blocks": query_blocks, "kv_heads": side.kv_heads, "parts": parts, "pieces": pieces,
+        "side": side_arguments(side, q, k), "v": Strided(v, *v.stride()), "out": Strided(out, *out.stride()),
+        "topk": TopkArguments(selected, indices.shape[2], None), "support": _support(tiling, query_block),
+        "counts": AttentionCounts(query_block, query_blocks, side.kv_heads, parts, pieces),
     }  # fmt: skip
     constants = {
         "SIDE": tiling.b, "VALUE": value, "MASK": tiling.mask, "ROWS": rows, "KEYS": tiling.config.keys,
@@ -41,10 +44,11 @@ def sparse_attention(
     return [tiling.launch(sparse_attention_kernel, programs, arguments, constants)], out
 
 
-def _starts(tiling: Tiling, query_block: int) -> tuple[Any, ...] | None:
-    """The starts of packed sequences, and the first query block of each, computed on the device."""
-    cu = tiling.cu()
-    if cu is None:
-        return None
-    query_blocks = (cu[0].diff() + (query_block - 1)) // query_block
-    return *cu, (query_blocks.cumsum(0) - query_blocks).to(torch.int32)
+def _support(tiling: Tiling, query_block: int) -> SupportArguments:
+    """The support with the first query block of each packed sequence, computed on the device."""
+    support = tiling.support_arguments()
+    if support.packed is None:
+        return support
+    query_blocks = (support.packed.q_ptr.diff() + (query_block - 1)) // query_block
+    first = (query_blocks.cumsum(0) - query_blocks).to(torch.int32)
+    return support._replace(packed=support.packed._replace(query_block_ptr=first))

@@ -13,15 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton.arguments import GradientRows, Trained, given, index_weights, known_rows, tensors
+from streamkl.engines.triton.arguments import (
+    GradientRows,
+    Trained,
+    both_sides,
+    known_rows,
+    new_mixture_out,
+    new_paired_out,
+    side_arguments,
+)
 from streamkl.engines.triton.kernels.gathered import (
     gathered_lse_kernel,
     gathered_mixture_kernel,
     gathered_paired_kernel,
 )
 from streamkl.engines.triton.kernels.gathered_backward import gathered_gradient_kernel
+from streamkl.engines.triton.kernels.groups import GatheredCounts, GradientOut, LseOut, Strided, TopkArguments
 from streamkl.engines.triton.launch import Launch, Tiling, new_rows
-from streamkl.engines.triton.meta import padded
+from streamkl.engines.triton.meta import Want, padded
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 
@@ -58,10 +67,10 @@ class GatheredTiling(Tiling):
         """
         parts = 1 if self.head_summed and pieces is None else self.parts
         blocks = self.blocks(self.support.nq, 1)
+        topk = TopkArguments(Strided(self.topk, *self.topk.stride()), self.topk.shape[3], self.heads_per_topk_head)
         arguments = arguments | {
-            "topk": self.topk, "strides_t": self.topk.stride(), "columns": self.topk.shape[3],
-            "per_topk_head": self.heads_per_topk_head, "cu": self.cu(), "extent": self.extent, "blocks": blocks,
-            "head_groups": self.head_groups, "parts": parts,
+            "topk": topk, "support": self.support_arguments(),
+            "counts": GatheredCounts(blocks, self.head_groups, parts, pieces or 1),
         }  # fmt: skip
         constants = {"GROUP": self.group, "MASK": self.mask, "ROWS": self.rows, "KEYS": self.config.keys, **constants}
         programs = blocks * self.head_groups * self.support.batch * parts * (pieces or 1)
@@ -73,25 +82,18 @@ def logsumexp(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """``(m, ln l)`` of one side, each ``[B, distributions, Nq]``."""
     tiling = GatheredTiling(Problem(side, side, support), (q, k), arch, "lse_gathered", w is not None, side.head_summed)
-    m, ln_l = (new_rows(q, side.distributions, tiling.mask.packed, value) for value in (-torch.inf, 0.0))
-    arguments = {
-        "q": q, "k": k, "w": w, "strides_q": q.stride(), "strides_k": k.stride(),
-        "strides_w": None if w is None else w.stride(), "scale": side.scale, "out_m": m, "out_ln_l": ln_l,
-    }  # fmt: skip
-    return [tiling.gathered_launch(gathered_lse_kernel, arguments, SIDE=tiling.b)], (m, ln_l)
+    out = LseOut(*(new_rows(q, side.distributions, tiling.mask.packed, value) for value in (-torch.inf, 0.0)))
+    arguments = {"side": side_arguments(side, q, k, w), "out": out}
+    return [tiling.gathered_launch(gathered_lse_kernel, arguments, SIDE=tiling.b)], (out.m, out.ln_l)
 
 
 def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, RowStats]]:
     """Divergence, mean and row stats of each row, head by head."""
     tiling = GatheredTiling(problem, inputs[:4], arch, "paired_gathered", False, False)
-    out = {
-        f"out_{name}": new_rows(inputs.b_q, problem.distributions, tiling.mask.packed, value)
-        for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
-    }
-    arguments = tensors(inputs) | out | _scales(problem)
-    kl, mean, *stats = out.values()
+    out = new_paired_out(problem, inputs.b_q, tiling.mask.packed)
+    arguments = both_sides(problem, inputs) | {"out": out}
     launch = tiling.gathered_launch(gathered_paired_kernel, arguments, A=tiling.a, B=tiling.b)
-    return [launch], (kl, mean, RowStats(*stats))
+    return [launch], (out.kl, out.mean, RowStats(*out[2:]))
 
 
 def mixture_rows(
@@ -99,17 +101,13 @@ def mixture_rows(
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``."""
     tiling = GatheredTiling(problem, inputs[:4], arch, "mixture_gathered", inputs.b_w is not None, True)
-    prepare, a = known_rows(m_a, ln_l_a, None, problem.head_group)
-    out = {
-        f"out_{name}": new_rows(inputs.b_q, problem.distributions, tiling.mask.packed, value)
-        for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0, "s": 0.0}.items()
-    }
-    arguments = tensors(inputs) | index_weights(inputs) | {"m_a": a.m, "l_a": a.l} | out | _scales(problem)
+    prepare, stats_a = known_rows(m_a, ln_l_a, None, problem.head_group)
+    out = new_mixture_out(problem, inputs.b_q, tiling.mask.packed)
+    arguments = both_sides(problem, inputs) | {"stats_a": stats_a, "out": out}
     launch = tiling.gathered_launch(
         gathered_mixture_kernel, arguments, A=tiling.a, B=tiling.b, TARGET_ROWS=tiling.target_rows
     )
-    kl, m_b, ln_l_b, s = out.values()
-    return [prepare, launch], (kl, m_b, ln_l_b, s)
+    return [prepare, launch], tuple(out)
 
 
 def backward(
@@ -139,6 +137,8 @@ def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arc
     _, _, dq, dk, dw = gradient.made
     assert dq is not None
     assert dk is not None
+    assert gradient.sum_p is not None
+    assert gradient.sum_acc is not None
     return gradient.launches, Trained(dq, dk, dw, gradient.sum_p, gradient.sum_acc, gradient.rows.b)
 
 
@@ -165,27 +165,26 @@ class _Gradient:
         self.mean = None if mean is None else mean.contiguous()
         self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or self.tiling.a.chunked or self.tiling.b.chunked
         self.made = Gradients(None, None, None, None)
-        self.sum_p = self.sum_acc = self.rows.b.m  # not read
+        self.sum_p: Tensor | None = None
+        self.sum_acc: Tensor | None = None
         if loss:
             self.sum_p, self.sum_acc = (torch.zeros_like(self.rows.b.m) for _ in range(2))
 
     def add(self, want_a: bool, want_b: bool) -> None:
         """One pass for the gradients of the sides that want them."""
-        tiling, inputs, none = self.tiling, self.inputs, self.rows.b.m
+        tiling, inputs = self.tiling, self.inputs
         if want_a:
             self.made = self.made._replace(a_q=self._own(inputs.a_q), a_k=_added(inputs.a_k))
         if want_b:
             dw = None if inputs.b_w is None else self._own(inputs.b_w)
             self.made = self.made._replace(b_q=self._own(inputs.b_q), b_k=_added(inputs.b_k), b_w=dw)
         pieces = max(tiling.a.pieces if want_a else 1, tiling.b.pieces if want_b else 1)
-        arguments = self.rows.arguments(self.problem, inputs, self.mean) | {
-            "dq_a": given(self.made.a_q, none), "dk_a": given(self.made.a_k, none), "dq_b": given(self.made.b_q, none),
-            "dk_b": given(self.made.b_k, none), "dw_b": self.made.b_w, "sum_p": self.sum_p, "sum_acc": self.sum_acc,
-            "pieces": pieces,
+        arguments = both_sides(self.problem, inputs) | {
+            "stats": self.rows.arguments(self.mean), "out": GradientOut(*self.made, self.sum_p, self.sum_acc),
         }  # fmt: skip
         launch = tiling.gathered_launch(
             gathered_gradient_kernel, arguments, pieces, A=tiling.a, B=tiling.b, TARGET_ROWS=tiling.target_rows,
-            WANT_A=want_a, WANT_B=want_b, LOSS=self.loss, HALF=self.rows.half,
+            WANT=Want(want_a, want_b, self.loss, self.rows.half),
         )  # fmt: skip
         self.launches.append(launch)
 
@@ -198,7 +197,3 @@ class _Gradient:
 def _added(k: Tensor) -> Tensor:
     """dK, which programs add to."""
     return torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-
-
-def _scales(problem: Problem) -> dict[str, Any]:
-    return {"scale_a": problem.a.scale, "scale_b": problem.b.scale}

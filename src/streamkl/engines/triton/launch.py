@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from streamkl.engines.triton import architecture
+from streamkl.engines.triton.kernels.groups import PackedStarts, SupportArguments
 from streamkl.engines.triton.meta import Config, Group, Mask, SideMeta
 from streamkl.problem import Problem
 
@@ -82,26 +83,26 @@ class Tiling:
         )
         self.group = Group.of(problem)
         self.mask = Mask.of(problem.support)
-        self.extent = (
-            problem.support.nq,
-            problem.support.nk,
-            *(min(bound or 0, UNBOUNDED) for bound in (problem.support.left, problem.support.right)),
-            problem.a.dim,
-            problem.b.dim,
-        )
 
     @property
     def head_groups(self) -> int:
         """How many head groups, of ``group.pack`` packed distributions each, a batch element has."""
         return self.problem.distributions // self.group.pack
 
-    def cu(self) -> tuple[Any, ...] | None:
+    def support_arguments(self) -> SupportArguments:
+        """The support as kernels read it."""
+        left, right = (min(bound or 0, UNBOUNDED) for bound in (self.support.left, self.support.right))
+        return SupportArguments(self.support.nq, self.support.nk, left, right, self._packed())
+
+    def _packed(self) -> PackedStarts | None:
         """The starts of packed sequences as kernels read them."""
         starts_q, starts_k = self.support.cu_seqlens_q, self.support.cu_seqlens_k
         if starts_q is None or starts_k is None:
             return None
         count = starts_q.shape[0] - 1
-        return starts_q, starts_k, starts_q.stride(0), starts_k.stride(0), count, max(1, count.bit_length())
+        return PackedStarts(
+            starts_q, starts_k, starts_q.stride(0), starts_k.stride(0), count, max(1, count.bit_length())
+        )
 
     def blocks(self, tokens: int, block: int) -> int:
         """How many blocks an axis has: the lengths of packed sequences are unknown, so each may have a ragged block."""

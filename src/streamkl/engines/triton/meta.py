@@ -95,6 +95,22 @@ class Mask(NamedTuple):
         return cls(support.left is not None, support.right is not None, support.cu_seqlens_q is not None)
 
 
+class Want(NamedTuple):
+    """Which gradients a pass computes: of side ``a``, of side ``b``; and whether it sums the losses.
+
+    ``half`` says that a side is float16. A pass over keys adds to ``dq``, or leaves it to one over queries; ``atomic``
+    says that several programs add to a dK.
+    """
+
+    a: bool
+    b: bool
+    loss: bool
+    half: bool
+    dq: bool = False
+    atomic_a: bool = False
+    atomic_b: bool = False
+
+
 class Group(NamedTuple):
     """The head group of ``a`` that a distribution is compared with: ``size`` heads, ``kv`` key heads of ``each`` heads.
 

@@ -11,14 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton.arguments import GradientRows, Trained, given, index_weights, known_rows, tensors
+from streamkl.engines.triton.arguments import (
+    GradientRows,
+    Trained,
+    both_sides,
+    known_rows,
+    new_mixture_out,
+    new_paired_out,
+    side_arguments,
+)
 from streamkl.engines.triton.kernels.backward import keys_kernel, queries_kernel
 from streamkl.engines.triton.kernels.forward import mixture_kernel, paired_kernel
+from streamkl.engines.triton.kernels.groups import (
+    GradientOut,
+    KeyCounts,
+    LseOut,
+    MixtureOut,
+    PairedOut,
+    Parts,
+    QueryCounts,
+    RowCounts,
+)
 from streamkl.engines.triton.kernels.lse import lse_kernel
-from streamkl.engines.triton.kernels.primitives import NONE
 from streamkl.engines.triton.kernels.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
+from streamkl.engines.triton.kernels.states import NONE
 from streamkl.engines.triton.launch import Launch, Tiling, new_rows, row_launch
-from streamkl.engines.triton.meta import summed_heads
+from streamkl.engines.triton.meta import Want, summed_heads
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 
@@ -32,34 +50,20 @@ def logsumexp(
     """``(m, ln l)`` of one side, each ``[B, distributions, Nq]``."""
     kind = "lse_index" if summed_heads(side, w is not None) else "lse"
     tiling = Tiling(Problem(side, side, support), (q, k), arch, kind, w is not None)
-    m, ln_l = (new_rows(q, side.distributions, tiling.mask.packed, value) for value in (-torch.inf, 0.0))
-    splits, blocks = tiling.key_splits(), tiling.row_blocks()
-    parts = _parts(q, 2, splits, m)
-    arguments = {
-        "q": q, "k": k, "w": w, "strides_q": q.stride(), "strides_k": k.stride(),
-        "strides_w": None if w is None else w.stride(), "cu": tiling.cu(), "extent": tiling.extent,
-        "scale": side.scale, "out_m": m, "out_ln_l": ln_l, "parts": parts, "blocks": blocks,
-        "head_groups": tiling.head_groups, "splits": splits, "rows": m.numel(),
-    }  # fmt: skip
-    constants = tiling.constants(SIDE=tiling.b, SPLIT=splits > 1)
+    out = LseOut(*(new_rows(q, side.distributions, tiling.mask.packed, value) for value in (-torch.inf, 0.0)))
+    constants = tiling.constants(SIDE=tiling.b)
     del constants["A"], constants["B"]
-    launches = [tiling.launch(lse_kernel, blocks * tiling.head_groups * support.batch * splits, arguments, constants)]
-    if splits > 1:
-        merge = {"parts": parts, "out_m": m, "out_ln_l": ln_l, "splits": splits, "rows": m.numel()}
-        launches.append(row_launch(merge_lse_kernel, m.numel(), merge))
-    return launches, (m, ln_l)
+    given = {"side": side_arguments(side, q, k, w)}
+    return _forward(tiling, lse_kernel, merge_lse_kernel, given, out, 2, constants), (out.m, out.ln_l)
 
 
 def paired_rows(problem: Problem, inputs: Inputs, arch: str) -> tuple[list[Launch], tuple[Tensor, Tensor, RowStats]]:
     """Divergence, mean and row stats of each row, head by head."""
     tiling = Tiling(problem, inputs[:4], arch, "paired")
-    out = {
-        f"out_{name}": new_rows(inputs.b_q, problem.distributions, tiling.mask.packed, value)
-        for name, value in {"kl": 0.0, "mean": 0.0, "ma": -torch.inf, "la": 0.0, "mb": -torch.inf, "lb": 0.0}.items()
-    }
-    launches = _forward(tiling, inputs, paired_kernel, merge_paired_kernel, 5, tensors(inputs), out)
-    kl, mean, *stats = out.values()
-    return launches, (kl, mean, RowStats(*stats))
+    out = new_paired_out(problem, inputs.b_q, tiling.mask.packed)
+    given = both_sides(problem, inputs)
+    launches = _forward(tiling, paired_kernel, merge_paired_kernel, given, out, 5, tiling.constants())
+    return launches, (out.kl, out.mean, RowStats(*out[2:]))
 
 
 def mixture_rows(
@@ -68,15 +72,11 @@ def mixture_rows(
     """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``."""
     kind = "mixture_index" if _is_index(problem, inputs) else "mixture"
     tiling = Tiling(problem, inputs[:4], arch, kind, inputs.b_w is not None)
-    prepare, a = known_rows(m_a, ln_l_a, None, problem.head_group)
-    out = {
-        f"out_{name}": new_rows(inputs.b_q, problem.distributions, tiling.mask.packed, value)
-        for name, value in {"kl": 0.0, "mb": -torch.inf, "lb": 0.0, "s": 0.0}.items()
-    }
-    known = tensors(inputs) | index_weights(inputs) | {"m_a": a.m, "l_a": a.l}
-    launches = _forward(tiling, inputs, mixture_kernel, merge_mixture_kernel, 4, known, out)
-    kl, m_b, ln_l_b, s = out.values()
-    return [prepare, *launches], (kl, m_b, ln_l_b, s)
+    prepare, stats_a = known_rows(m_a, ln_l_a, None, problem.head_group)
+    out = new_mixture_out(problem, inputs.b_q, tiling.mask.packed)
+    given = both_sides(problem, inputs) | {"stats_a": stats_a}
+    launches = _forward(tiling, mixture_kernel, merge_mixture_kernel, given, out, 4, tiling.constants())
+    return [prepare, *launches], tuple(out)
 
 
 def backward(
@@ -108,6 +108,8 @@ def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arc
     gradient.add(False, True)
     assert gradient.dq_b is not None
     assert gradient.dk_b is not None
+    assert gradient.sum_p is not None
+    assert gradient.sum_acc is not None
     return gradient.launches, Trained(
         gradient.dq_b, gradient.dk_b, gradient.dw_b, gradient.sum_p, gradient.sum_acc, gradient.rows.b
     )
@@ -126,7 +128,8 @@ class _Gradient:
         both = Tiling(problem, inputs[:4], arch, "keys_both")
         self.apart = max(problem.a.dim, problem.b.dim) > TOGETHER or both.a.chunked or both.b.chunked
         self.dq_a = self.dk_a = self.dq_b = self.dk_b = self.dw_b = None
-        self.sum_p = self.sum_acc = self.rows.b.m  # not read
+        self.sum_p: Tensor | None = None
+        self.sum_acc: Tensor | None = None
         if loss and not problem.deterministic:  # else `queries_kernel` writes them
             self.sum_p, self.sum_acc = (torch.zeros_like(self.rows.b.m) for _ in range(2))
 
@@ -161,24 +164,17 @@ class _Gradient:
                 self.dq_b = torch.zeros(inputs.b_q.shape, dtype=torch.float32, device=inputs.b_q.device)
                 if inputs.b_w is not None:
                     self.dw_b = torch.zeros(inputs.b_w.shape, dtype=torch.float32, device=inputs.b_q.device)
-        none = self.rows.b.m
-        arguments = self._arguments(tiling) | {
-            "dq_a": given(self.dq_a, none), "dk_a": given(self.dk_a, none), "dq_b": given(self.dq_b, none),
-            "dk_b": given(self.dk_b, none), "dw_b": self.dw_b, "sum_p": self.sum_p, "sum_acc": self.sum_acc,
-            "blocks": blocks, "owners": owners, "pieces": pieces, "span": span, "splits": splits,
-        }  # fmt: skip
-        constants = tiling.constants(
-            WANT_A=want_a, WANT_B=want_b, DQ=one_pass, LOSS=self.loss and one_pass, ATOMIC_A=atomic_a and want_a,
-            ATOMIC_B=atomic_b and want_b, HALF=self.rows.half,
-        )  # fmt: skip
+        want = Want(
+            want_a, want_b, self.loss and one_pass, self.rows.half, one_pass, atomic_a and want_a, atomic_b and want_b
+        )
         programs = blocks * owners * problem.support.batch * pieces * splits
-        self.launches.append(tiling.launch(keys_kernel, programs, arguments, constants))
+        self._add(keys_kernel, programs, tiling, KeyCounts(blocks, owners, span, pieces, splits), want)
 
     def _add_queries(self, want_a: bool, want_b: bool, kind: str) -> None:
         problem, inputs = self.problem, self.inputs
         tiling = Tiling(problem, inputs[:4], self.arch, f"queries_{kind}", inputs.b_w is not None)
         pieces = max(tiling.a.pieces if want_a else 1, tiling.b.pieces if want_b else 1)
-        blocks, splits, none = tiling.row_blocks(), tiling.key_splits(), self.rows.b.m
+        blocks, splits, rows = tiling.row_blocks(), tiling.key_splits(), self.rows.b.m
         if want_a:
             self.dq_a = self._new_rows(inputs.a_q, splits, tiling.mask.packed)
         if want_b:
@@ -186,20 +182,19 @@ class _Gradient:
             if inputs.b_w is not None:
                 self.dw_b = self._new_rows(inputs.b_w, splits, tiling.mask.packed)
         if self.loss:
-            shape = (splits, *none.shape) if splits > 1 else none.shape
-            self.sum_p, self.sum_acc = (none.new_zeros(shape) for _ in range(2))
-        arguments = self._arguments(tiling) | {
-            "dq_a": given(self.dq_a, none), "dq_b": given(self.dq_b, none), "dw_b": self.dw_b,
-            "out_p": self.sum_p, "out_acc": self.sum_acc, "blocks": blocks, "head_groups": tiling.head_groups,
-            "pieces": pieces, "splits": splits, "rows": none.numel(),
-        }  # fmt: skip
-        constants = tiling.constants(WANT_A=want_a, WANT_B=want_b, LOSS=self.loss, HALF=self.rows.half)
+            shape = (splits, *rows.shape) if splits > 1 else rows.shape
+            self.sum_p, self.sum_acc = (rows.new_zeros(shape) for _ in range(2))
+        counts = QueryCounts(blocks, tiling.head_groups, pieces, splits, rows.numel())
         programs = blocks * tiling.head_groups * problem.support.batch * pieces * max(tiling.b.heads, 1) * splits
-        self.launches.append(tiling.launch(queries_kernel, programs, arguments, constants))
+        self._add(queries_kernel, programs, tiling, counts, Want(want_a, want_b, self.loss, self.rows.half))
 
-    def _arguments(self, tiling: Tiling) -> dict[str, Any]:
-        rows = self.rows.arguments(self.problem, self.inputs, self.mean)
-        return rows | {"cu": tiling.cu(), "extent": tiling.extent}
+    def _add(self, kernel: Any, programs: int, tiling: Tiling, counts: KeyCounts | QueryCounts, want: Want) -> None:
+        out = GradientOut(self.dq_a, self.dk_a, self.dq_b, self.dk_b, self.dw_b, self.sum_p, self.sum_acc)
+        arguments = both_sides(self.problem, self.inputs) | {
+            "stats": self.rows.arguments(self.mean), "support": tiling.support_arguments(), "out": out,
+            "counts": counts,
+        }  # fmt: skip
+        self.launches.append(tiling.launch(kernel, programs, arguments, tiling.constants(WANT=want)))
 
     def _new(self, k: Tensor, atomic: bool, packed: bool) -> Tensor:
         """dK: float32 where it is accumulated or must not be rounded; zero where a key may belong to no sequence."""
@@ -215,33 +210,31 @@ class _Gradient:
 
 
 def _forward(
-    tiling: Tiling, inputs: Inputs, kernel: Any, merge: Any, fields: int, known: dict[str, Any], out: dict[str, Tensor]
+    tiling: Tiling,
+    kernel: Any,
+    merge: Any,
+    given: dict[str, Any],
+    out: LseOut | PairedOut | MixtureOut,
+    fields: int,
+    constants: dict[str, Any],
 ) -> list[Launch]:
-    """A forward pass, and the merge of its splits if the keys were split."""
-    rows = out["out_kl"]
-    splits, blocks = tiling.key_splits(), tiling.row_blocks()
-    parts = _parts(inputs.b_q, fields, splits, rows)
-    arguments = known | out | {
-        "cu": tiling.cu(), "extent": tiling.extent, "scale_a": tiling.problem.a.scale,
-        "scale_b": tiling.problem.b.scale, "parts": parts, "blocks": blocks, "head_groups": tiling.head_groups,
-        "splits": splits, "rows": rows.numel(),
+    """A forward pass, and the merge of its splits' states of so many fields, if the keys were split."""
+    splits, blocks, rows = tiling.key_splits(), tiling.row_blocks(), out[0]
+    parts = None
+    if splits > 1:  # a row that no program visits has seen no key
+        states = torch.full((fields, splits, rows.numel()), NONE.value, dtype=torch.float32, device=rows.device)
+        parts = Parts(states, splits, rows.numel())
+    arguments = given | {
+        "support": tiling.support_arguments(), "out": out, "parts": parts,
+        "counts": RowCounts(blocks, tiling.head_groups, splits),
     }  # fmt: skip
     programs = blocks * tiling.head_groups * tiling.support.batch * splits
-    launches = [tiling.launch(kernel, programs, arguments, tiling.constants(SPLIT=splits > 1))]
-    if splits > 1:
-        launches.append(
-            row_launch(merge, rows.numel(), {"parts": parts, **out, "splits": splits, "rows": rows.numel()})
-        )
+    launches = [tiling.launch(kernel, programs, arguments, constants)]
+    if parts is not None:
+        launches.append(row_launch(merge, rows.numel(), {"parts": parts, "out": out}))
     return launches
 
 
 def _is_index(problem: Problem, inputs: Inputs) -> bool:
     """Whether kernels have heads to sum."""
     return summed_heads(problem.b, inputs.b_w is not None) > 0
-
-
-def _parts(q: Tensor, fields: int, splits: int, rows: Tensor) -> Tensor:
-    """The states of splits, ``[fields, splits, rows]``; a row that no program visits has seen no key."""
-    if splits == 1:
-        return rows  # not read
-    return torch.full((fields, splits, rows.numel()), NONE.value, dtype=torch.float32, device=q.device)

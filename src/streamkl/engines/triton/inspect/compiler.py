@@ -93,7 +93,8 @@ def _specialise(
 ) -> Any:
     """The type of an argument as Triton's launcher specialises it: ones and None are constants, 16s known."""
     if isinstance(value, tuple):
-        return tuple(_specialise(x, (*path, n), constants, attributes, aligned, amd) for n, x in enumerate(value))
+        inner = [_specialise(x, (*path, n), constants, attributes, aligned, amd) for n, x in enumerate(value)]
+        return type(value)(*inner) if hasattr(value, "_fields") else tuple(inner)  # kernels read fields by name
     if isinstance(value, Tensor):
         attributes[path] = [["tt.divisibility", 16]] if aligned else []
         if amd and aligned:  # the launcher says so of tensors of at most 2 GB; those beyond are left to the others

@@ -8,88 +8,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.forward import store_mixture, store_paired
-from streamkl.engines.triton.kernels.primitives import NONE, exp
+from streamkl.engines.triton.kernels.groups import LseState, MixtureState, PairedState
+from streamkl.engines.triton.kernels.states import (
+    NONE,
+    exp,
+    field_ptrs,
+    new_lse,
+    new_mixture,
+    new_paired,
+    store_lse,
+    store_mixture,
+    store_paired,
+)
 
 
 @triton.jit
-def merge_lse_kernel(parts, out_m, out_ln_l, splits, rows, BLOCK: tl.constexpr):
+def _my_rows(parts, BLOCK: tl.constexpr):
+    """The rows of this program: their places, and which exist."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return index, index < parts.rows
+
+
+@triton.jit
+def _maximum(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def merge_lse_kernel(parts, out, BLOCK: tl.constexpr):
     """Merges states of `LogSumExp`."""
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_q = o_row < rows
-    step = tl.cast(rows, tl.int64)
-    m = tl.full([BLOCK], NONE, tl.float32)
-    l = tl.zeros([BLOCK], tl.float32)
-    p_part = parts + o_row
-    for _ in range(splits):
-        m_i = tl.load(p_part, mask=m_q, other=NONE)
-        l_i = tl.load(p_part + splits * step, mask=m_q, other=0.0)
-        top = tl.maximum(m, m_i, propagate_nan=tl.PropagateNan.ALL)
-        l = l * exp(m - top) + l_i * exp(m_i - top)
-        m = top
-        p_part += step
-    m_live = m != NONE
-    tl.store(out_m + o_row, tl.where(m_live, m, -float("inf")), mask=m_q)
-    tl.store(out_ln_l + o_row, tl.where(m_live, tl.log(l), 0.0), mask=m_q)
+    index, exist = _my_rows(parts, BLOCK)
+    state = new_lse(BLOCK)
+    for split in range(parts.splits):
+        other_m = tl.load(field_ptrs(parts, 0, split, index), mask=exist, other=NONE)
+        other_l = tl.load(field_ptrs(parts, 1, split, index), mask=exist, other=0.0)
+        m = _maximum(state.m, other_m)
+        state = LseState(m, state.l * exp(state.m - m) + other_l * exp(other_m - m))
+    store_lse(out, index, exist, state.m != NONE, state)
 
 
 @triton.jit
-def merge_paired_kernel(
-    parts, out_kl, out_mean, out_ma, out_la, out_mb, out_lb, splits, rows, BLOCK: tl.constexpr
-):  # fmt: skip
+def merge_paired_kernel(parts, out, BLOCK: tl.constexpr):
     """Merges states of `PairedState`."""
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_q = o_row < rows
-    step = tl.cast(rows, tl.int64)
-    field = splits * step
-    m_a = tl.full([BLOCK], NONE, tl.float32)
-    m_b = tl.full([BLOCK], NONE, tl.float32)
-    l_a = tl.zeros([BLOCK], tl.float32)
-    l_b = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK], tl.float32)
-    p_part = parts + o_row
-    for _ in range(splits):
-        m_ai = tl.load(p_part, mask=m_q, other=NONE)
-        l_ai = tl.load(p_part + field, mask=m_q, other=0.0)
-        m_bi = tl.load(p_part + 2 * field, mask=m_q, other=NONE)
-        l_bi = tl.load(p_part + 3 * field, mask=m_q, other=0.0)
-        acc_i = tl.load(p_part + 4 * field, mask=m_q, other=0.0)
-        top_a = tl.maximum(m_a, m_ai, propagate_nan=tl.PropagateNan.ALL)
-        top_b = tl.maximum(m_b, m_bi, propagate_nan=tl.PropagateNan.ALL)
-        alpha, alpha_i = exp(m_a - top_a), exp(m_ai - top_a)
-        acc = alpha * (acc + l_a * ((m_a - top_a) - (m_b - top_b)))
-        acc += alpha_i * (acc_i + l_ai * ((m_ai - top_a) - (m_bi - top_b)))
-        l_a = alpha * l_a + alpha_i * l_ai
-        l_b = exp(m_b - top_b) * l_b + exp(m_bi - top_b) * l_bi
-        m_a, m_b = top_a, top_b
-        p_part += step
-    store_paired(
-        out_kl, out_mean, out_ma, out_la, out_mb, out_lb, o_row, m_q, m_a != NONE, m_a, l_a, m_b, l_b, acc
-    )  # fmt: skip
+    index, exist = _my_rows(parts, BLOCK)
+    state = new_paired(BLOCK)
+    for split in range(parts.splits):
+        other = PairedState(
+            tl.load(field_ptrs(parts, 0, split, index), mask=exist, other=NONE),
+            tl.load(field_ptrs(parts, 1, split, index), mask=exist, other=0.0),
+            tl.load(field_ptrs(parts, 2, split, index), mask=exist, other=NONE),
+            tl.load(field_ptrs(parts, 3, split, index), mask=exist, other=0.0),
+            tl.load(field_ptrs(parts, 4, split, index), mask=exist, other=0.0),
+        )
+        m_a = _maximum(state.m_a, other.m_a)
+        m_b = _maximum(state.m_b, other.m_b)
+        alpha, other_alpha = exp(state.m_a - m_a), exp(other.m_a - m_a)
+        acc = alpha * (state.acc + state.l_a * ((state.m_a - m_a) - (state.m_b - m_b)))
+        acc += other_alpha * (other.acc + other.l_a * ((other.m_a - m_a) - (other.m_b - m_b)))
+        l_a = alpha * state.l_a + other_alpha * other.l_a
+        l_b = exp(state.m_b - m_b) * state.l_b + exp(other.m_b - m_b) * other.l_b
+        state = PairedState(m_a, l_a, m_b, l_b, acc)
+    store_paired(out, index, exist, state.m_a != NONE, state)
 
 
 @triton.jit
-def merge_mixture_kernel(parts, out_kl, out_mb, out_lb, out_s, splits, rows, BLOCK: tl.constexpr):
+def merge_mixture_kernel(parts, out, BLOCK: tl.constexpr):
     """Merges states of `MixtureState`."""
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_q = o_row < rows
-    step = tl.cast(rows, tl.int64)
-    field = splits * step
-    m_b = tl.full([BLOCK], NONE, tl.float32)
-    l_b = tl.zeros([BLOCK], tl.float32)
-    s = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK], tl.float32)
-    p_part = parts + o_row
-    for _ in range(splits):
-        m_i = tl.load(p_part, mask=m_q, other=NONE)
-        l_i = tl.load(p_part + field, mask=m_q, other=0.0)
-        s_i = tl.load(p_part + 2 * field, mask=m_q, other=0.0)
-        acc_i = tl.load(p_part + 3 * field, mask=m_q, other=0.0)
-        top = tl.maximum(m_b, m_i, propagate_nan=tl.PropagateNan.ALL)
-        acc = acc + tl.where(s != 0, s * (top - m_b), 0.0)
-        acc += acc_i + tl.where(s_i != 0, s_i * (top - m_i), 0.0)
-        l_b = l_b * exp(m_b - top) + l_i * exp(m_i - top)
-        s = s + s_i
-        m_b = top
-        p_part += step
-    store_mixture(out_kl, out_mb, out_lb, out_s, o_row, m_q, m_b != NONE, m_b, l_b, s, acc)
+    index, exist = _my_rows(parts, BLOCK)
+    state = new_mixture(BLOCK)
+    for split in range(parts.splits):
+        other = MixtureState(
+            tl.load(field_ptrs(parts, 0, split, index), mask=exist, other=NONE),
+            tl.load(field_ptrs(parts, 1, split, index), mask=exist, other=0.0),
+            tl.load(field_ptrs(parts, 2, split, index), mask=exist, other=0.0),
+            tl.load(field_ptrs(parts, 3, split, index), mask=exist, other=0.0),
+        )
+        m_b = _maximum(state.m_b, other.m_b)
+        acc = state.acc + tl.where(state.s != 0, state.s * (m_b - state.m_b), 0.0)
+        acc += other.acc + tl.where(other.s != 0, other.s * (m_b - other.m_b), 0.0)
+        l_b = state.l_b * exp(state.m_b - m_b) + other.l_b * exp(other.m_b - m_b)
+        state = MixtureState(m_b, l_b, state.s + other.s, acc)
+    store_mixture(out, index, exist, state.m_b != NONE, state)
