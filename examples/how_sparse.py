@@ -52,4 +52,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    _, model_path, text_path, *_ = [*sys.argv, "", ""]
+    main(model_path, text_path)

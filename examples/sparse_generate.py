@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import streamkl.integrations.transformers as skl
 from streamkl.sparse import IndexerSelector, OracleSelector
@@ -20,12 +21,14 @@ from streamkl.testing import needle, smollm2
 
 def main(indexers: str = "", tokens: int = 1024, topk: int = 128, query_block: int = 64) -> dict[str, str]:
     """Hides a number in prose and asks for it; returns what dense and sparse attention answer, and the number."""
-    model, tokenizer = smollm2.load(dtype=torch.bfloat16)
+    path = smollm2.checkpoint()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     hidden = needle.hide(smollm2.prose(), tokenizer, tokens=tokens, seed=0)
 
     def answer() -> str:
         mask = torch.ones_like(hidden.ids)
-        ids = model.generate(hidden.ids, attention_mask=mask, max_new_tokens=7, do_sample=False, pad_token_id=2)
+        ids = model.generate(hidden.ids, attention_mask=mask, max_new_tokens=7, do_sample=False, pad_token_id=2)  # pyright: ignore
         return str(tokenizer.decode(ids[0, tokens:])).strip()
 
     answers = {"the number": hidden.answer, "all keys": answer()}
@@ -40,4 +43,4 @@ def main(indexers: str = "", tokens: int = 1024, topk: int = 128, query_block: i
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if len(sys.argv) > 1 else "")
