@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(DOCS.rglob("*.md"))
-OLD_WORDS = r"a list a query|united list|contestant|lists? for [0-9]+ queries|\bone-sweep\b|\bnearness\b"
+OLD_WORDS = r"a list a quer[y]|unite[d] list|contestan[t]|lists? for [0-9]+ querie[s]|\bone-sweep\b|\bnearness\b"
 
 
 def tool(name: str) -> ModuleType:
