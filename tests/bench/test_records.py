@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from streamkl.bench.cells import Cell
 from streamkl.bench.records import Record, append, read
 
@@ -33,3 +35,11 @@ def test_of_two_about_the_same_the_later_holds(tmp_path: Path) -> None:
         append(path, replace(RECORD, seconds=seconds))
     append(path, replace(RECORD, threads=1))
     assert [record.seconds for record in read(path)] == [[2.0], RECORD.seconds]
+
+
+@pytest.mark.parametrize("line", ["{", "{}", '{"cell": 1}', "[]"])
+def test_a_line_that_is_no_record_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "bench.jsonl"
+    path.write_text(f"{RECORD.to_json()}\n{line}\n")
+    with pytest.raises(ValueError, match=r"bench\.jsonl, line 2: not a record"):
+        read(path)

@@ -109,6 +109,16 @@ def append(path: Path, record: Record) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """All records, the last one of each key, in the order of the file."""
-    records = map(Record.of_json, path.read_text().splitlines())
-    return list({record.key: record for record in records}.values())
+    """All records, the last one of each key, in the order of the file.
+
+    Raises:
+        ValueError: A line is not a record; the message names file and line.
+    """
+    records: dict[Any, Record] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            record = Record.of_json(line)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{path}, line {number}: not a record of `streamkl bench run`") from None
+        records[record.key] = record
+    return list(records.values())

@@ -132,9 +132,9 @@ def distill(
 @app.command()
 def show(file: Path = FILE) -> None:
     """Prints the results of a file as `run` does."""
-    from streamkl.bench import records, report
+    from streamkl.bench import report
 
-    for name, results in report.suites(records.read(file)).items():
+    for name, results in report.suites(_records(file)).items():
         _console().print(f"[bold]{name}[/]")
         _show(results, _console())
 
@@ -142,9 +142,9 @@ def show(file: Path = FILE) -> None:
 @app.command()
 def table(file: Path = FILE) -> None:
     """Prints Markdown tables and figures, for a page."""
-    from streamkl.bench import records, report
+    from streamkl.bench import report
 
-    for name, results in report.suites(records.read(file)).items():
+    for name, results in report.suites(_records(file)).items():
         typer.echo(f"### {name}\n\n{report.where(results)}\n")
         for part in report.compact(results):
             typer.echo(f"{part.markdown()}\n")
@@ -157,13 +157,11 @@ def plot(
     output: Path = DIRECTORY,
 ) -> None:
     """Plots the results: time beside attention, speed-up over eager, memory."""
-    from streamkl.bench import records
-
     try:
         from streamkl.bench import plots
     except ImportError:
         raise UserError("plots need matplotlib: pip install 'streamkl[bench]'") from None
-    written = plots.draw(records.read(file), output)
+    written = plots.draw(_records(file), output)
     if not written:
         raise UserError(f"{file} has nothing to plot")
     for path in written:
@@ -226,6 +224,15 @@ def layer(
     for name, value in found._asdict().items():
         typer.echo(f"{name:10} {1000 * value:10,.1f} ms {value / found.sdpa:8.3f}")
     typer.echo(f"selection and attention: {found.ratio:.3f} of dense attention")
+
+
+def _records(file: Path) -> list[Record]:
+    from streamkl.bench import records
+
+    try:
+        return records.read(file)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _suites(names: list[str], baselines: list[str], isolated: bool, **cell: str) -> dict[str, Suite]:
