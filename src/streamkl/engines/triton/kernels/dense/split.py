@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from streamkl.engines.triton.kernels.groups import LseState, MixtureState, PairedState
-from streamkl.engines.triton.kernels.states import (
+from streamkl.engines.triton.kernels.tile.states import (
     NONE,
     exp,
     field_ptrs,

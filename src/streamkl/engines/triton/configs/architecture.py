@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from streamkl.engines.triton import amd, nvidia
+from streamkl.engines.triton.configs import amd, nvidia
 from streamkl.engines.triton.meta import Config, padded
 
 INTERPRETER = "interpreter"

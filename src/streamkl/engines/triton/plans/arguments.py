@@ -16,7 +16,7 @@ from streamkl.engines.triton.kernels.groups import (
     SideArguments,
     Strided,
 )
-from streamkl.engines.triton.kernels.rows import rows_kernel
+from streamkl.engines.triton.kernels.tile.rows import rows_kernel
 from streamkl.engines.triton.launch import Launch, new_rows, row_launch
 from streamkl.problem import Inputs, Problem, Side
 from streamkl.state import RowStats

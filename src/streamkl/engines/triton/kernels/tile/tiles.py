@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.groups import Rows, Sequence, Tiles, Work
+from streamkl.engines.triton.kernels.groups import Rows, SequenceRange, Tiles, Work
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def packed_sequence(number, batch, packed):
     q_len = tl.load(packed.q_ptr + (number + 1) * packed.q_stride).to(tl.int32) - q_start
     k_start = tl.load(packed.k_ptr + number * packed.k_stride).to(tl.int32)
     k_len = tl.load(packed.k_ptr + (number + 1) * packed.k_stride).to(tl.int32) - k_start
-    return Sequence(batch, q_start, q_len, k_start, k_len)
+    return SequenceRange(batch, q_start, q_len, k_start, k_len)
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def find_sequence(
         own_start = sequence.k_start if OF_KEYS else sequence.q_start
         return sequence, block - (own_start * PER // BLOCK + low)
     else:
-        return Sequence(batch, batch * 0, support.nq, batch * 0, support.nk), block
+        return SequenceRange(batch, batch * 0, support.nq, batch * 0, support.nk), block
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from streamkl.engines.triton.kernels.groups import LseState
-from streamkl.engines.triton.kernels.products import held, logits, scores, unheld, weight_pointers
-from streamkl.engines.triton.kernels.states import (
+from streamkl.engines.triton.kernels.tile.products import held, logits, scores, unheld, weight_pointers
+from streamkl.engines.triton.kernels.tile.states import (
     NONE,
     checked_maximum,
     new_lse,
@@ -15,7 +15,7 @@ from streamkl.engines.triton.kernels.states import (
     store_part,
     update_lse,
 )
-from streamkl.engines.triton.kernels.tiles import (
+from streamkl.engines.triton.kernels.tile.tiles import (
     allowed_pairs,
     find_sequence,
     key_tiles,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton.arguments import side_arguments
-from streamkl.engines.triton.kernels.attention import sparse_attention_kernel
 from streamkl.engines.triton.kernels.groups import AttentionCounts, Strided, SupportArguments, TopkArguments
+from streamkl.engines.triton.kernels.sparse.attention import sparse_attention_kernel
 from streamkl.engines.triton.launch import Launch, Tiling
 from streamkl.engines.triton.meta import padded
+from streamkl.engines.triton.plans.arguments import side_arguments
 from streamkl.problem import Problem, Side, Support
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from streamkl.engines.triton.kernels.groups import MixtureState, PairedState, RowStatPtrs
-from streamkl.engines.triton.kernels.products import (
+from streamkl.engines.triton.kernels.tile.products import (
     activated,
     held,
     logits,
@@ -16,7 +16,7 @@ from streamkl.engines.triton.kernels.products import (
     unheld,
     weight_pointers,
 )
-from streamkl.engines.triton.kernels.states import (
+from streamkl.engines.triton.kernels.tile.states import (
     NONE,
     checked_maximum,
     mean_of,
@@ -28,7 +28,7 @@ from streamkl.engines.triton.kernels.states import (
     update_mixture,
     update_paired,
 )
-from streamkl.engines.triton.kernels.tiles import (
+from streamkl.engines.triton.kernels.tile.tiles import (
     allowed_pairs,
     find_sequence,
     group_index,

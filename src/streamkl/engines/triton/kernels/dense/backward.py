@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.gradient import (
+from streamkl.engines.triton.kernels.groups import (
+    KeyBlock,
+    KeyGradients,
+    Piece,
+    QueryBlock,
+    QueryGradients,
+    RowStatPtrs,
+    Tokens,
+)
+from streamkl.engines.triton.kernels.tile.gradient import (
     BOOST_A,
     BOOST_B,
     derivative_a,
@@ -29,16 +38,7 @@ from streamkl.engines.triton.kernels.gradient import (
     tile_of_b,
     weight_terms,
 )
-from streamkl.engines.triton.kernels.groups import (
-    KeyBlock,
-    KeyGradients,
-    Piece,
-    QueryBlock,
-    QueryGradients,
-    RowStatPtrs,
-    Tokens,
-)
-from streamkl.engines.triton.kernels.products import (
+from streamkl.engines.triton.kernels.tile.products import (
     activated,
     dot,
     dot_add,
@@ -52,7 +52,7 @@ from streamkl.engines.triton.kernels.products import (
     weight_pointers,
     zeros,
 )
-from streamkl.engines.triton.kernels.tiles import (
+from streamkl.engines.triton.kernels.tile.tiles import (
     allowed_pairs,
     find_sequence,
     group_index,

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from streamkl.engines.triton.kernels.groups import Factors, RowValues, TileA, TileB
-from streamkl.engines.triton.kernels.products import log2_probabilities, logits, product, scores, target
-from streamkl.engines.triton.kernels.states import IGNORED, NONE, SMALLEST, mean_of
+from streamkl.engines.triton.kernels.tile.products import log2_probabilities, logits, product, scores, target
+from streamkl.engines.triton.kernels.tile.states import IGNORED, NONE, SMALLEST, mean_of
 
 BOOST_A = tl.constexpr(64.0)
 BOOST_B = tl.constexpr(32768.0)

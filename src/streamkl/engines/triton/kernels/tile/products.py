@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from streamkl.engines.triton.kernels.groups import Tokens
-from streamkl.engines.triton.kernels.states import LOG2E
-from streamkl.engines.triton.kernels.tiles import row_pointers
+from streamkl.engines.triton.kernels.tile.states import LOG2E
+from streamkl.engines.triton.kernels.tile.tiles import row_pointers
 
 
 @triton.jit

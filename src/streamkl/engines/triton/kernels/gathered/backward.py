@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.gathered import (
+from streamkl.engines.triton.kernels.gathered.selected import (
     gathered_logits,
     gathered_target,
     group_row,
@@ -21,7 +21,8 @@ from streamkl.engines.triton.kernels.gathered import (
     selected_keys,
     weighted_sum,
 )
-from streamkl.engines.triton.kernels.gradient import (
+from streamkl.engines.triton.kernels.groups import Piece, RowStatPtrs, TileA, TileB
+from streamkl.engines.triton.kernels.tile.gradient import (
     derivative_a,
     derivative_b,
     finite_rows,
@@ -34,8 +35,7 @@ from streamkl.engines.triton.kernels.gradient import (
     tile_of_a,
     weight_terms,
 )
-from streamkl.engines.triton.kernels.groups import Piece, RowStatPtrs, TileA, TileB
-from streamkl.engines.triton.kernels.products import (
+from streamkl.engines.triton.kernels.tile.products import (
     activated,
     dot,
     dot_add,
@@ -48,8 +48,8 @@ from streamkl.engines.triton.kernels.products import (
     weight_pointers,
     zeros,
 )
-from streamkl.engines.triton.kernels.states import NONE, SMALLEST
-from streamkl.engines.triton.kernels.tiles import row_pointers
+from streamkl.engines.triton.kernels.tile.states import NONE, SMALLEST
+from streamkl.engines.triton.kernels.tile.tiles import row_pointers
 
 
 @triton.jit

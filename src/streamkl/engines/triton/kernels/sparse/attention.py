@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.gathered import seen_columns, selected_keys
-from streamkl.engines.triton.kernels.groups import Selection, Sequence
-from streamkl.engines.triton.kernels.products import activated, dot_add, held, load_tile, product, unheld, zeros
-from streamkl.engines.triton.kernels.states import NONE, exp
-from streamkl.engines.triton.kernels.tiles import allowed_pairs, my_work, packed_sequence, row_pointers
+from streamkl.engines.triton.kernels.gathered.selected import seen_columns, selected_keys
+from streamkl.engines.triton.kernels.groups import Selection, SequenceRange
+from streamkl.engines.triton.kernels.tile.products import activated, dot_add, held, load_tile, product, unheld, zeros
+from streamkl.engines.triton.kernels.tile.states import NONE, exp
+from streamkl.engines.triton.kernels.tile.tiles import allowed_pairs, my_work, packed_sequence, row_pointers
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def find_query_block(block, batch, query_block, support, MASK: tl.constexpr):
         sequence = packed_sequence(low, batch, support.packed)
         return sequence, (block - tl.load(support.packed.query_block_ptr + low)) * query_block
     else:
-        return Sequence(batch, batch * 0, support.nq, batch * 0, support.nk), block * query_block
+        return SequenceRange(batch, batch * 0, support.nq, batch * 0, support.nk), block * query_block
 
 
 @triton.jit

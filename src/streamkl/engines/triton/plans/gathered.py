@@ -1,4 +1,4 @@
-"""The launches of each function of the engine over selected keys; ``plans.py`` has those over all keys.
+"""The launches of each function of the engine over selected keys; ``dense.py`` has those over all keys.
 
 A program owns one query and a head group of it: heads that share a top-k head and key heads, or, against a head mean,
 one distribution. Nothing is split or merged: where keys are selected, there are many queries.
@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton.arguments import (
+from streamkl.engines.triton.kernels.gathered.backward import gathered_gradient_kernel
+from streamkl.engines.triton.kernels.gathered.forward import (
+    gathered_lse_kernel,
+    gathered_mixture_kernel,
+    gathered_paired_kernel,
+)
+from streamkl.engines.triton.kernels.groups import GatheredCounts, GradientOut, LseOut, Strided, TopkArguments
+from streamkl.engines.triton.launch import Launch, Tiling, new_rows
+from streamkl.engines.triton.meta import Want, padded
+from streamkl.engines.triton.plans.arguments import (
     GradientRows,
     Trained,
     both_sides,
@@ -22,15 +31,6 @@ from streamkl.engines.triton.arguments import (
     new_paired_out,
     side_arguments,
 )
-from streamkl.engines.triton.kernels.gathered import (
-    gathered_lse_kernel,
-    gathered_mixture_kernel,
-    gathered_paired_kernel,
-)
-from streamkl.engines.triton.kernels.gathered_backward import gathered_gradient_kernel
-from streamkl.engines.triton.kernels.groups import GatheredCounts, GradientOut, LseOut, Strided, TopkArguments
-from streamkl.engines.triton.launch import Launch, Tiling, new_rows
-from streamkl.engines.triton.meta import Want, padded
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 

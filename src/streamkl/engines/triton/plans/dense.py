@@ -1,4 +1,4 @@
-"""The launches of each function of the engine, and their results.
+"""The launches of each function of the engine over all keys that a row may see, and their results.
 
 Plans allocate outputs, row vectors, float32 accumulators and split-K partials, and nothing else. On ``meta`` tensors
 they allocate nothing at all: that is how kernels are compiled for an architecture that is not present.
@@ -11,17 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton.arguments import (
-    GradientRows,
-    Trained,
-    both_sides,
-    known_rows,
-    new_mixture_out,
-    new_paired_out,
-    side_arguments,
-)
-from streamkl.engines.triton.kernels.backward import keys_kernel, queries_kernel
-from streamkl.engines.triton.kernels.forward import mixture_kernel, paired_kernel
+from streamkl.engines.triton.kernels.dense.backward import keys_kernel, queries_kernel
+from streamkl.engines.triton.kernels.dense.forward import mixture_kernel, paired_kernel
+from streamkl.engines.triton.kernels.dense.lse import lse_kernel
+from streamkl.engines.triton.kernels.dense.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
 from streamkl.engines.triton.kernels.groups import (
     GradientOut,
     KeyCounts,
@@ -32,11 +25,18 @@ from streamkl.engines.triton.kernels.groups import (
     QueryCounts,
     RowCounts,
 )
-from streamkl.engines.triton.kernels.lse import lse_kernel
-from streamkl.engines.triton.kernels.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
-from streamkl.engines.triton.kernels.states import NONE
+from streamkl.engines.triton.kernels.tile.states import NONE
 from streamkl.engines.triton.launch import Launch, Tiling, new_rows, row_launch
 from streamkl.engines.triton.meta import Want, summed_heads
+from streamkl.engines.triton.plans.arguments import (
+    GradientRows,
+    Trained,
+    both_sides,
+    known_rows,
+    new_mixture_out,
+    new_paired_out,
+    side_arguments,
+)
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 

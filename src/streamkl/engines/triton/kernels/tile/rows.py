@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.states import IGNORED, LOG2E
+from streamkl.engines.triton.kernels.tile.states import IGNORED, LOG2E
 
 
 @triton.jit
