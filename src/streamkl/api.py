@@ -98,7 +98,7 @@ def attention_kl(
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
 
-    Example:
+    Examples:
         A student with one head of width 32 learns the mean attention of a teacher with 8 query and 2 key heads:
 
         >>> import torch
@@ -215,7 +215,7 @@ def indexer_kl(
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
 
-    Example:
+    Examples:
         Four index heads of width 32 learn where a teacher with 8 query and 2 key heads looks:
 
         >>> import torch
@@ -295,7 +295,7 @@ def attention_lse(
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl import attention_lse
         >>> q, k = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 8, 16)

@@ -25,7 +25,7 @@ def replacing_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
         folder: Created if it does not exist. A link among its files is replaced, not its target.
         names: The files, all of which the block has to write.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from streamkl.durable import replacing_files

@@ -83,7 +83,7 @@ def documents(
         TextError: A file is missing, is not of this encoding, or has a line that is not of this form; or none of the
             files has text.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile
         >>> from streamkl.text import documents
         >>> file = pathlib.Path(tempfile.mkdtemp()) / "two.jsonl"

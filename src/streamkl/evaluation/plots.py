@@ -29,6 +29,10 @@ BESIDE = ((4, 4), (4, -10), (-16, 4), (-16, -10), (4, 12), (-16, 12), (-6, 20), 
 """Offsets of a number from its point, in points, the best places first."""
 TICKS = 7
 """The most ticks of a time axis."""
+WIDEST = 25.0
+"""The widest interval of a rate's gap that is drawn, in points: beyond it a bar says nothing (about 60 contexts)."""
+APART = 1.4
+"""How far lines of a rate are drawn apart, in points, where several methods give all answers right."""
 GAPS = {"oracle": "oracle gap", "indexer": "indexer gap", "realization": "realization gap"}
 
 
@@ -82,7 +86,7 @@ def frontier(figures: list[Figure]) -> Picture | None:
     for task, length, axes in grid:
         here = [f for f in figures if (f.task, f.length) == (task, length)]
         for points in _lines(here):
-            _line(axes, [f.seconds for f in points], [_shown(f) for f in points], points[0].method, figures)
+            _line(axes, [f.seconds for f in points], [_apart(f, here) for f in points], points[0].method, figures)
         for f in here:
             if f.method == DENSE:
                 axes.plot(f.seconds, _shown(f).value, "*", color="black", markersize=12, label="dense", zorder=5)
@@ -106,7 +110,7 @@ def _name_budgets(axes: Axes, here: list[Figure], figures: list[Figure]) -> None
     """Writes the smallest and the largest budget of each line beside its point, where there is room for it."""
     ends = [f for points in _lines(here) for f in (points[0], points[-1])[: len(points)]]
     to_points = 72 / axes.figure.dpi
-    places = {f.method: axes.transData.transform((f.seconds, _shown(f).value)) * to_points for f in here}
+    places = {f.method: axes.transData.transform((f.seconds, _apart(f, here).value)) * to_points for f in here}
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places.values()]
     for f in sorted(ends, key=lambda f: f.seconds):
         (x, y), text = places[f.method], str(f.method.topk)
@@ -115,7 +119,7 @@ def _name_budgets(axes: Axes, here: list[Figure], figures: list[Figure]) -> None
         n = next(free, 0)
         taken.append(boxes[n])
         axes.annotate(
-            text, (f.seconds, _shown(f).value), textcoords="offset points", xytext=BESIDE[n], fontsize=7,
+            text, (f.seconds, _apart(f, here).value), textcoords="offset points", xytext=BESIDE[n], fontsize=7,
             color=_style(f.method, figures)[0],
         )  # fmt: skip
 
@@ -125,7 +129,9 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
 
 
 def gap_bars(gaps: list[Gap]) -> Picture | None:
-    """Each gap at each budget, with intervals: a row per length, a column per task."""
+    """Each gap at each budget, with intervals: a row per length, a column per task with contexts enough to tell."""
+    told = {(g.task, g.length) for g in gaps if g.task == "perplexity" or g.loss.high - g.loss.low <= WIDEST}
+    gaps = [g for g in gaps if (g.task, g.length) in told]
     if not gaps:
         return None
     tasks, lengths = list(dict.fromkeys(g.task for g in gaps)), sorted({g.length for g in gaps})
@@ -208,6 +214,15 @@ def _grid(
 def _shown(f: Figure) -> Estimate:
     """Percent: of answers, or of perplexity over that of dense attention."""
     return (f.change if f.task == "perplexity" else f.quality).scaled(100)
+
+
+def _apart(f: Figure, here: list[Figure]) -> Estimate:
+    """As `_shown`, rates of different lines a little apart, so that markers at 100% do not hide one another."""
+    shown, lines = _shown(f), [(x[0].method.selector, x[0].method.query_block) for x in _lines(here)]
+    if f.task == "perplexity" or f.method == DENSE:
+        return shown
+    shift = APART * (lines.index((f.method.selector, f.method.query_block)) - (len(lines) - 1) / 2)
+    return Estimate(shown.value + shift, shown.low + shift, shown.high + shift)
 
 
 def _dense(axes: Axes, here: list[Figure], task: str, label: str | None = "dense") -> None:

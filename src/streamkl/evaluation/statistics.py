@@ -31,7 +31,7 @@ class Estimate(NamedTuple):
 def wilson(right: int, count: int) -> Estimate:
     """A rate, with Wilson's interval: it stays within 0 and 1, and is one where all answers are right.
 
-    Example:
+    Examples:
         >>> from streamkl.evaluation.statistics import wilson
         >>> [round(x, 3) for x in wilson(20, 20)]
         [1.0, 0.839, 1.0]
@@ -49,7 +49,7 @@ def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> Estimate
 
     It joins the two Wilson intervals, and is narrower the more the pairs agree.
 
-    Example:
+    Examples:
         >>> from streamkl.evaluation.statistics import paired_difference
         >>> [round(x, 3) for x in paired_difference([True] * 18 + [False] * 2, [True] * 20)]
         [-0.1, -0.301, 0.077]

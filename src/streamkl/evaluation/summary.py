@@ -78,7 +78,7 @@ class LayerFigure(NamedTuple):
 def method_of(name: str) -> Method:
     """The method of a name.
 
-    Example:
+    Examples:
         >>> from streamkl.evaluation.summary import method_of
         >>> method_of("oracle k256 b64")
         Method(selector='oracle', topk=256, query_block=64)

@@ -22,7 +22,7 @@ class HeadIndexer(Indexer):
         eps: Of the LayerNorm.
         temperature: Learn a temperature that divides the scores; it starts at 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.indexer import HeadIndexer
         >>> _ = torch.manual_seed(0)

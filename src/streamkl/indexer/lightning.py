@@ -28,7 +28,7 @@ class LightningIndexer(Indexer):
         eps: Of the LayerNorm.
         temperature: Learn a temperature that divides the scores; it starts at 1.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.indexer import LightningIndexer
         >>> _ = torch.manual_seed(0)

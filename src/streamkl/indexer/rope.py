@@ -22,7 +22,7 @@ def rope_tables(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Ten
     Returns:
         ``cos`` and ``sin``, each ``[..., dim]``, float32.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.indexer import rope_tables
         >>> cos, sin = rope_tables(torch.arange(5), dim=8)
@@ -55,7 +55,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> 
     Returns:
         The shape and dtype of ``x``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.indexer import apply_rope, rope_tables
         >>> x = torch.randn(2, 5, 16)

@@ -58,7 +58,7 @@ def sparse_attention(
         ValueError: An argument is wrong; the message says what was given and what was expected.
         RuntimeError: The named backend cannot run here.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.sparse import oracle_topk, sparse_attention
         >>> _ = torch.manual_seed(0)

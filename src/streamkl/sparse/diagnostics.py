@@ -62,7 +62,7 @@ def attention_mass(
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl import attention_mass
         >>> q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)  # attends to all keys alike
@@ -129,7 +129,7 @@ def topk_recall(
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl import topk_recall
         >>> from streamkl.sparse import oracle_topk

@@ -40,7 +40,7 @@ def index_scores(
         ``[B, Nq, Nk]``, packed ``[Tq, Tk]``, float32 (float64 if the inputs are), ``-inf`` at keys that a query may not
         see. Differentiable.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.sparse import index_scores
         >>> index_scores(torch.ones(1, 2, 3, 4), torch.ones(1, 3, 4))[0]

@@ -72,7 +72,7 @@ def index_topk(
         never selected. How many blocks a packed batch has depends on its lengths: with ``query_block > 1`` set
         ``torch._dynamo.config.capture_dynamic_output_shape_ops`` to compile it whole.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.sparse import index_topk
         >>> index_q, index_k = torch.ones(1, 1, 4, 1), torch.tensor([[[1.0], [3.0], [-2.0], [3.0]]])
@@ -137,7 +137,7 @@ def oracle_topk(
     Returns:
         ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, int32, in the order of `index_topk`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.sparse import oracle_topk
         >>> q, k = torch.ones(1, 2, 3, 1), torch.tensor([[[[0.0], [2.0], [1.0]]]])

@@ -114,7 +114,7 @@ class IndexerSelector(_Selector):
 class WindowSelector(_Selector):
     """Recency: the first ``sinks`` keys and the nearest ones, first those before the block, then those after it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.sparse import AttentionCall, WindowSelector
         >>> q = k = torch.zeros(1, 1, 8, 4)

@@ -91,7 +91,7 @@ def check_accuracy(case: Case, backend: str = "auto", function: Callable[..., Te
     Returns:
         Errors and bounds; the engine passes if ``worst <= 1``.
 
-    Example:
+    Examples:
         >>> from streamkl.testing import check_accuracy, random_case
         >>> check_accuracy(random_case(7)).worst <= 1
         True

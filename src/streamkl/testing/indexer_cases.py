@@ -88,7 +88,7 @@ def make_indexer_case(
         device: Where the tensors live; their values do not depend on it.
         options: Keyword arguments of ``indexer_kl``.
 
-    Example:
+    Examples:
         >>> from streamkl.testing import check_accuracy, make_indexer_case
         >>> check_accuracy(make_indexer_case(3), backend="tiled").worst <= 1
         True
@@ -142,7 +142,7 @@ def random_indexer_case(
         max_heads: The most heads of the teacher, and index heads.
         max_batch: The most batch elements.
 
-    Example:
+    Examples:
         >>> from streamkl.testing import check_accuracy, random_indexer_case
         >>> check_accuracy(random_indexer_case(3), backend="tiled").worst <= 1
         True

@@ -279,7 +279,7 @@ def random_case(
         max_heads: The most heads of the student; the teacher has up to three times as many.
         max_batch: The most batch elements.
 
-    Example:
+    Examples:
         >>> from streamkl.testing import check_accuracy, random_case
         >>> check_accuracy(random_case(3), backend="tiled").worst <= 1
         True

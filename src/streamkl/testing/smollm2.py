@@ -38,7 +38,7 @@ LAYER = {
 def checkpoint() -> Path:
     """The folder of the model and its tokenizer, as ``from_pretrained`` takes it; made once, in `streamkl.cache`.
 
-    Example:
+    Examples:
         >>> from streamkl.testing import smollm2
         >>> (smollm2.checkpoint() / "config.json").exists()
         True

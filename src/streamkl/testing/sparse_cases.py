@@ -93,7 +93,7 @@ def random_sparse_case(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, m
         dtypes: The dtypes to draw from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
 
-    Example:
+    Examples:
         >>> from streamkl.testing import check_sparse_attention, random_sparse_case
         >>> check_sparse_attention(random_sparse_case(3), backend="tiled").worst <= 1
         True

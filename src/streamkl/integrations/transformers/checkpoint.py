@@ -13,7 +13,7 @@ def check_checkpoint(model: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: The path is not there, or has no model; the message says which.
 
-    Example:
+    Examples:
         >>> from streamkl.integrations.transformers.checkpoint import check_checkpoint
         >>> check_checkpoint("./nothing")
         Traceback (most recent call last):

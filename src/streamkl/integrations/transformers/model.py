@@ -136,7 +136,7 @@ def sparsify(
         ValueError: The family is not known, sparse attention does not support its attention, the indexers belong to
             another model, or there is no selector; the message says what to do.
 
-    Example:
+    Examples:
         >>> import torch
         >>> import streamkl.integrations.transformers as skl
         >>> from streamkl.sparse import OracleSelector

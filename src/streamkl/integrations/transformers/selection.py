@@ -34,7 +34,7 @@ def to_json(selector: Selector) -> dict[str, Any]:
     Raises:
         ValueError: `from_json` could not read it again.
 
-    Example:
+    Examples:
         >>> from streamkl.integrations.transformers.selection import to_json
         >>> from streamkl.sparse import OracleSelector
         >>> to_json(OracleSelector(topk=256, query_block=64))

@@ -140,8 +140,8 @@ def head_summed_logits(q, w_ptrs, k, side, SIDE: tl.constexpr, MASKED: tl.conste
 
     ``q`` and ``w_ptrs`` are those of the first head; ``k`` is held for all heads unless it is too wide.
     """
-    x = zeros(q.ptrs.shape[0], k.ptrs.shape[0])  # [ROWS, KEYS]
     q_ptrs = q.ptrs
+    x = zeros(q.ptrs.shape[0], k.ptrs.shape[0])  # [ROWS, KEYS]
     for _ in range(SIDE.heads):
         products = product(held(q_ptrs, q.exist, side.q, SIDE, True), k, side.dim, SIDE, MASKED)  # [ROWS, KEYS]
         head_x = activated(products, side.scale, SIDE)
@@ -197,10 +197,10 @@ def target(
     ``q`` and ``stats`` are those of the group's first head, ``k`` of key head 0; each key head is loaded once for all
     heads that read it.
     """
-    p = zeros(q.ptrs.shape[0], k.ptrs.shape[0])  # [ROWS, KEYS]
     q_ptrs = q.ptrs
     m_ptrs = stats.m
     l_ptrs = stats.l
+    p = zeros(q.ptrs.shape[0], k.ptrs.shape[0])  # [ROWS, KEYS]
     for n in range(GROUP.kv):
         kv = (first_head + n * GROUP.each) // SIDE.per_kv
         k_head = held(k.ptrs + kv.to(tl.int64) * side.k.stride_head, k.exist, side.k, SIDE, MASKED)
