@@ -21,7 +21,7 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch's own outlives a run, a
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 from streamkl.engines import tiled
-from streamkl.engines.triton import architecture
+from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which nothing has done yet

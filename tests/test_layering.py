@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import graphlib
+import re
 from pathlib import Path
 
 import streamkl
@@ -63,63 +65,74 @@ ALLOWED = {
     "engines/cpu/build.py": {"streamkl.cache", "streamkl.engines.cpu", "streamkl.engines.cpu.compiler"},
     "engines/cpu/compiler.py": set(),
     "engines/cpu/objects.py": {"streamkl.cache", "streamkl.engines.cpu"},
-    "engines/triton/__init__.py": {"streamkl.engines.triton", "streamkl.problem", "streamkl.state"},
-    "engines/triton/meta.py": {"streamkl.problem"},
-    "engines/triton/nvidia.py": {"streamkl.engines.triton.meta"},
-    "engines/triton/amd.py": {"streamkl.engines.triton.meta"},
-    "engines/triton/architecture.py": {"streamkl.engines.triton", "streamkl.engines.triton.meta"},
-    "engines/triton/launch.py": {
+    "engines/triton/__init__.py": {
         "streamkl.engines.triton",
+        "streamkl.engines.triton.configs",
+        "streamkl.engines.triton.plans",
+        "streamkl.problem",
+        "streamkl.state",
+    },
+    "engines/triton/meta.py": {"streamkl.problem"},
+    "engines/triton/launch.py": {
+        "streamkl.engines.triton.configs",
         "streamkl.engines.triton.meta",
         f"{KERNELS}.groups",
         "streamkl.problem",
     },
-    "engines/triton/arguments.py": {
+    "engines/triton/configs/__init__.py": set(),
+    "engines/triton/configs/nvidia.py": {"streamkl.engines.triton.meta"},
+    "engines/triton/configs/amd.py": {"streamkl.engines.triton.meta"},
+    "engines/triton/configs/architecture.py": {"streamkl.engines.triton.configs", "streamkl.engines.triton.meta"},
+    "engines/triton/plans/__init__.py": set(),
+    "engines/triton/plans/arguments.py": {
         "streamkl.engines.triton.launch",
-        *(f"{KERNELS}.{name}" for name in ("groups", "rows")),
+        *(f"{KERNELS}.{name}" for name in ("groups", "tile.rows")),
         "streamkl.problem",
         "streamkl.state",
     },
-    "engines/triton/plans.py": {
-        "streamkl.engines.triton.arguments",
-        "streamkl.engines.triton.launch",
-        "streamkl.engines.triton.meta",
-        *(f"{KERNELS}.{name}" for name in ("backward", "forward", "groups", "lse", "split", "states")),
-        "streamkl.problem",
-        "streamkl.state",
-    },
-    "engines/triton/attention.py": {
-        "streamkl.engines.triton.arguments",
-        "streamkl.engines.triton.launch",
-        "streamkl.engines.triton.meta",
-        *(f"{KERNELS}.{name}" for name in ("attention", "groups")),
-        "streamkl.problem",
-    },
-    "engines/triton/gathered.py": {
-        "streamkl.engines.triton.arguments",
-        "streamkl.engines.triton.launch",
-        "streamkl.engines.triton.meta",
-        *(f"{KERNELS}.{name}" for name in ("gathered", "gathered_backward", "groups")),
-        "streamkl.problem",
-        "streamkl.state",
+    **{
+        f"engines/triton/plans/{name}.py": {
+            "streamkl.engines.triton.launch",
+            "streamkl.engines.triton.meta",
+            "streamkl.engines.triton.plans.arguments",
+            f"{KERNELS}.groups",
+            *(f"{KERNELS}.{kernel}" for kernel in kernels),
+            "streamkl.problem",
+            "streamkl.state",
+        }
+        for name, kernels in {
+            "dense": ("dense.backward", "dense.forward", "dense.lse", "dense.split", "tile.states"),
+            "gathered": ("gathered.backward", "gathered.forward"),
+            "attention": ("sparse.attention",),
+        }.items()
     },
     **{
         f"engines/triton/kernels/{name}.py": {f"{KERNELS}.{other}" for other in others}
         for name, others in {
             "__init__": (),
             "groups": (),
-            "tiles": ("groups",),
-            "states": ("groups",),
-            "products": ("groups", "states", "tiles"),
-            "gradient": ("groups", "products", "states"),
-            "rows": ("states",),
-            "lse": ("groups", "products", "states", "tiles"),
-            "forward": ("groups", "products", "states", "tiles"),
-            "backward": ("gradient", "groups", "products", "tiles"),
-            "split": ("groups", "states"),
-            "gathered": ("groups", "products", "states", "tiles"),
-            "attention": ("gathered", "groups", "products", "states", "tiles"),
-            "gathered_backward": ("gathered", "gradient", "groups", "products", "states", "tiles"),
+            "tile/__init__": (),
+            "tile/tiles": ("groups",),
+            "tile/states": ("groups",),
+            "tile/products": ("groups", "tile.states", "tile.tiles"),
+            "tile/gradient": ("groups", "tile.products", "tile.states"),
+            "tile/rows": ("tile.states",),
+            **{
+                name: ("groups", "tile.gradient", "tile.products", "tile.states", "tile.tiles", *others)
+                for name, others in {
+                    "dense/__init__": (),
+                    "dense/lse": (),
+                    "dense/forward": (),
+                    "dense/backward": (),
+                    "dense/split": (),
+                    "gathered/__init__": (),
+                    "gathered/selected": (),
+                    "gathered/forward": ("gathered.selected",),
+                    "gathered/backward": ("gathered.selected",),
+                    "sparse/__init__": (),
+                    "sparse/attention": ("gathered.selected",),
+                }.items()
+            },
         }.items()
     },
     "engines/triton/inspect/__init__.py": set(),
@@ -127,8 +140,8 @@ ALLOWED = {
     "engines/triton/inspect/compiler.py": {"streamkl.engines.triton.launch"},
     "engines/triton/inspect/budget.py": {"streamkl.engines.triton.launch", f"{INSPECT}.binary"},
     "engines/triton/inspect/matrix.py": {
-        "streamkl.engines.triton",
         "streamkl.engines.triton.launch",
+        "streamkl.engines.triton.plans",
         "streamkl.problem",
         "streamkl.state",
     },
@@ -248,7 +261,7 @@ TRANSFORMERS = {
     "layout": set(),
     "masks": {"layout"},
     "module_call": {"families", "masks"},
-    "own_indexer": {"families", "layer", "module_call"},  # the layer's type alone
+    "own_indexer": {"families", "module_call"},
     "layer": {"", "families", "layout", "masks", "module_call", "own_indexer", "selection"},
     "attention": {"layer", "masks", "module_call", "selection"},
     "description": {"families", "schema", "selection"},
@@ -272,6 +285,16 @@ TRANSFORMERS = {
 """The modules of the integration into transformers, what of it each may import; all may import what is `BELOW`."""
 BELOW = {"streamkl", "streamkl.durable", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
 
+CPP = {
+    "tile": {"tile"},
+    "passes": {"passes", "tile"},
+    "dense": {"", "dense", "passes", "tile"},
+    "gathered": {"", "gathered", "passes", "tile"},
+    "sparse": {"", "dense", "gathered", "passes", "sparse", "tile"},
+    "": {"", "tile"},
+}
+"""The folders of the CPU engine's C++, and those whose headers each may include; ``kernels.h`` is in none."""
+
 ABOVE = ("bench", "cli", "distillation", "evaluation", "integrations")
 """Where models of transformers are used."""
 
@@ -290,9 +313,40 @@ def imports(path: Path, package: str = "streamkl") -> set[str]:
     return {name for name in found if name.split(".")[0] == package}
 
 
+@functools.cache
+def import_graph() -> dict[str, set[str]]:
+    """The modules of the package, and those of them that each imports, anywhere in it."""
+    paths = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    found = {}
+    for name, path in paths.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+            modules = (f"{node.module}.{alias.name}" for alias in node.names)
+            named |= {module if module in paths else str(node.module) for module in modules}
+        found[name] = named & paths.keys() - {name}
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not even for their types, nor inside of functions."""
+    graphlib.TopologicalSorter(import_graph()).prepare()
+
+
 def test_the_core_imports_only_what_lies_below_it() -> None:
     for name, allowed in ALLOWED.items():
         assert imports(ROOT / name) <= allowed, name
+
+
+def test_cpp_includes_run_one_way_and_passes_over_all_and_over_selected_keys_do_not_include_each_other() -> None:
+    root = ROOT / "engines" / "cpu"
+    sources = [*root.rglob("*.h"), *root.rglob("*.cpp")]
+    assert {path.relative_to(root).parent.name for path in sources} == set(CPP)
+    for path in sources:
+        named = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+        assert {Path(name).parent.name for name in named} <= CPP[path.relative_to(root).parent.name], path
+        assert all((root / name).is_file() for name in named), path
 
 
 def test_every_core_module_has_a_rule() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from streamkl.engines import tiled
-from streamkl.engines.triton import architecture
+from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
 
 

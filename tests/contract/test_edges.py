@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamkl import attention_kl, attention_lse, reference
-from streamkl.engines.triton import architecture
+from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
 from streamkl.testing import STUDENT, TEACHER, Heads, check_accuracy, evaluate, make_case
 

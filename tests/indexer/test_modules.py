@@ -63,14 +63,40 @@ def test_dense_scores_are_their_definition_and_topk_ranks_them(kind, activation)
     scores = indexer.scores(hidden)
     visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     torch.testing.assert_close(scores, expected.masked_fill(~visible, -torch.inf))
-    for query_block in (1, 4):
-        options = {"topk": 7, "query_block": query_block}
-        assert torch.equal(indexer.topk(hidden, **options), index_topk(q, k, w, activation=activation, **options))
+    assert torch.equal(indexer.topk(hidden, topk=7), index_topk(q, k, w, activation=activation, topk=7))
     selected = indexer.topk(hidden, 7).long()
     best = scores.topk(7, -1).values
     torch.testing.assert_close(
         scores.gather(-1, selected.clamp(min=0)).masked_fill(selected < 0, -torch.inf), best, rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_topk_of_a_query_block_has_its_diagonal_and_then_the_best_of_all_its_queries(kind) -> None:
+    indexer, query_block, topk = make(kind, activation=None), 4, 7
+    hidden = torch.randn(2, TOKENS, HIDDEN)
+    selected = indexer.topk(hidden, topk=topk, query_block=query_block).long()
+    assert selected.shape == (2, -(-TOKENS // query_block), topk)
+    scores = indexer.scores(hidden)
+    for n, queries in enumerate(torch.arange(TOKENS).split(query_block)):
+        assert torch.equal(selected[:, n, : len(queries)], queries.expand(2, -1))
+        others = scores[:, queries].amax(1)
+        others[:, queries] = -torch.inf
+        best = others.topk(topk - len(queries)).values
+        found = selected[:, n, len(queries) :]
+        found_scores = others.gather(-1, found.clamp(min=0)).masked_fill(found < 0, -torch.inf)
+        torch.testing.assert_close(found_scores, best, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_topk_has_the_arguments_of_index_topk_packed_or_not(kind) -> None:
+    indexer, packed = make(kind), torch.tensor([0, 11, 11, TOKENS], dtype=torch.int32)
+    hidden = torch.randn(TOKENS, HIDDEN)
+    options = {"topk": 5, "query_block": 4, "causal": True, "window": (9, 0)}
+    starts = {"cu_seqlens_q": packed, "cu_seqlens_k": packed}
+    expected = index_topk(*indexer(hidden, cu_seqlens=packed), **options, **starts)
+    assert torch.equal(indexer.topk(hidden, **options, cu_seqlens=packed), expected)
+    assert torch.equal(indexer.topk(hidden[None], **options), index_topk(*indexer(hidden[None]), **options))
 
 
 @pytest.mark.parametrize("kind", KINDS)

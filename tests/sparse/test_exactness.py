@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from streamkl.engines.triton import architecture
+from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
 from streamkl.testing import (
     check_index_topk,

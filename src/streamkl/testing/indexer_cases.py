@@ -31,6 +31,7 @@ from streamkl.testing.problems import (
 )
 
 INDEX = ("index_q", "index_k", "index_w")
+"""The indexer's tensors in a `Case` of an indexer: as ``wanted``, they are those that gradients are asked for."""
 TEACHERS = ((1, 1), (2, 1), (4, 2), (6, 3), (8, 1), (9, 3), (24, 4))
 WIDE_TEACHERS = ((32, 8), (128, 1))
 TEACHER_DIMS = (16, 40, 59, 64, 128, 192, 576)

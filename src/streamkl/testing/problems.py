@@ -21,7 +21,9 @@ from streamkl import reference
 DIMS = (16, 40, 59, 64, 80, 96, 111, 128, 192, 256, 576)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STUDENT = ("student_q", "student_k")
+"""The student's tensors in a `Case`: as ``wanted``, they are those that gradients are asked for."""
 TEACHER = ("teacher_q", "teacher_k")
+"""The teacher's tensors in a `Case`; ``STUDENT + TEACHER`` asks for the gradients of both."""
 INFINITE = 0.15
 """The share of random problems in which a token is infinite."""
 FAR_BELOW = -61440.0

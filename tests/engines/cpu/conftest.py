@@ -1,4 +1,4 @@
-"""A small engine of two sources, built in a moment, by a compiler that writes down what it is asked to do."""
+"""A small engine of two sources in folders, built in a moment; its compiler writes down what it is asked to do."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Small:
     if build.unfit() is not None or shutil.which("g++") is None:
         pytest.skip("the CPU engine is not built here")
     sources, kept, log, wrapper = (tmp_path / name for name in ("sources", "kept", "log", "wrapper"))
-    sources.mkdir()
-    (sources / "shared.h").write_text("#pragma once\n")
-    (sources / "deep.h").write_text('#pragma once\n#include "shared.h"\n')
-    (sources / "one.cpp").write_text('#include "deep.h"\nint one() { return 1; }\n')
-    (sources / "two.cpp").write_text("#include <cstddef>\nint two() { return 2; }\n")
+    for folder in ("below", "beside"):
+        (sources / folder).mkdir(parents=True)
+    (sources / "below" / "shared.h").write_text("#pragma once\n")
+    (sources / "below" / "deep.h").write_text('#pragma once\n#include "below/shared.h"\n')
+    (sources / "one.cpp").write_text('#include "below/deep.h"\nint one() { return 1; }\n')
+    (sources / "beside" / "two.cpp").write_text("#include <cstddef>\nint two() { return 2; }\n")
     wrapper.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec "$@"\n')
     wrapper.chmod(0o755)
     monkeypatch.setattr(build, "SOURCES", sources)

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamkl.engines import triton
-from streamkl.engines.triton import architecture
+from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.launch import Launch, is_aligned
 from streamkl.engines.triton.meta import Group
 from streamkl.problem import Inputs, Problem, Side, Support
@@ -171,7 +171,7 @@ def test_sparse_attention_has_a_program_per_query_block_and_key_head_and_reads_n
     query_block, programs, packed
 ) -> None:
     """A query block of 64 with four heads makes two tiles of 128 rows."""
-    from streamkl.engines.triton.attention import sparse_attention
+    from streamkl.engines.triton.plans.attention import sparse_attention
 
     problem, inputs, _ = meta_problem((32, 8, 32, 8), batch=1, packed=packed)
     indices = torch.empty(1, 4096 // query_block, 2048, dtype=torch.int32, device="meta")
@@ -223,7 +223,10 @@ def test_alignment_is_what_allows_loads_of_16_bytes() -> None:
 def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
     path = tmp_path / "configs.json"
     path.write_text(json.dumps({"sm_90": {"paired": {"128": {"rows": 64, "keys": 32, "warps": 4, "stages": 1}}}}))
-    script = "from streamkl.engines.triton import architecture as a; print(a.config('sm_90', 'paired', 128).rows)"
+    script = (
+        "from streamkl.engines.triton.configs import architecture; "
+        "print(architecture.config('sm_90', 'paired', 128).rows)"
+    )
     for environment, rows in (({}, "128"), ({"STREAMKL_CONFIGS": str(path)}, "64")):
         result = subprocess.run(
             [sys.executable, "-c", script],

@@ -12,7 +12,8 @@ import torch
 
 import streamkl
 from streamkl import attention_kl, attention_lse, indexer_kl
-from streamkl.engines.triton import architecture, launch
+from streamkl.engines.triton import launch
+from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
 from streamkl.sparse import sparse_attention
 from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
@@ -186,7 +187,7 @@ def test_the_sanitizer_covers_every_kernel_of_a_loss(sanitizer, monkeypatch) -> 
 
 
 def test_the_sanitizer_sees_an_address_outside(sanitizer, monkeypatch) -> None:
-    from streamkl.engines.triton.kernels import products
+    from streamkl.engines.triton.kernels.tile import products
 
     def unmasked(tokens, first, dim, block, masked, total=0):
         return original(tokens, first, block, block, masked)
@@ -229,7 +230,7 @@ def test_kernels_with_offsets_of_32_bits_would_fail_where_ours_pass(tmp_path: Pa
     package = Path(streamkl.__file__).parent
     narrow = tmp_path / "streamkl"
     shutil.copytree(package, narrow)
-    for path in (narrow / "engines" / "triton" / "kernels").glob("*.py"):
+    for path in (narrow / "engines" / "triton" / "kernels").rglob("*.py"):
         path.write_text(path.read_text().replace("tl.int64", "tl.int32"))
     outputs = []
     for root in (package.parent, tmp_path):

@@ -8,14 +8,14 @@ import pytest
 from streamkl.engines import triton
 
 MOST = 25
-KERNELS = sorted((Path(triton.__file__).parent / "kernels").glob("*.py"))
+KERNELS = sorted((Path(triton.__file__).parent / "kernels").rglob("*.py"))
 
 
 def functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_no_function_of_a_kernel_has_more_than_25_parameters(path: Path) -> None:
     counts = {
         function.name: len([*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs])

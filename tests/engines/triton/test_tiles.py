@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamkl import attention_kl, attention_lse, indexer_kl, reference
-from streamkl.engines.triton import architecture
+from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
 from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
 
@@ -52,7 +52,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Counter:
 @pytest.fixture
 def masked(monkeypatch: pytest.MonkeyPatch) -> list:
     """The masks of pairs that the kernels made, one per tile of the masked path, over both sides together."""
-    from streamkl.engines.triton.kernels import forward, lse
+    from streamkl.engines.triton.kernels.dense import forward, lse
 
     seen: list = []
     original = forward.allowed_pairs

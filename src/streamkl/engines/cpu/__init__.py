@@ -1,10 +1,10 @@
 """The CPU engine: fused C++ over the matrix products of PyTorch itself (oneDNN's brgemm).
 
-``lanes.h`` has sixteen floats and their arithmetic, ``tile.cpp`` a tile's products and packing, ``rows.h`` masks and
-row states, ``forward.cpp`` and ``backward.cpp`` the passes with the names of ``tiled.py``, over the teachers of
-``target.h`` and the students of ``student.h``; the files ``gathered_*`` have the same for selected keys. ``build.py``
-compiles and caches them. Products are bfloat16 where the inputs are and the CPU has them, and float32 elsewhere;
-everything after them is float32.
+``tile/`` has the primitives: sixteen floats and their arithmetic, a tile's products and packing, masks and row states.
+``passes/`` has what all passes share, ``dense/`` the passes with the names of ``tiled.py``, ``gathered/`` the same for
+selected keys, ``sparse/`` selection and sparse attention; ``kernels.cpp`` registers them. ``build.py`` compiles and
+caches them. Products are bfloat16 where the inputs are and the CPU has them, and float32 elsewhere; everything after
+them is float32.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // The tile products of a forward and nothing else, on packed operands: a baseline of the benchmark.
-#include "threads.h"
+#include "tile/threads.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>

@@ -26,6 +26,7 @@ from streamkl.engines.cpu import compiler, objects
 from streamkl.engines.cpu.compiler import CAPABILITY_FLAGS, BuildError, capability
 
 SOURCES = Path(__file__).parent
+"""The folder of the C++ sources, which are in folders of it; includes are named from here."""
 KEEP = 30
 """How many libraries the cache keeps, the last used ones."""
 PROCESSOR_MINUTES = "two to three minutes"
@@ -57,8 +58,8 @@ def missing() -> str | None:
 def library_paths() -> tuple[Path, Path]:
     """The possible paths of the library for this machine: in the cache, and in the private folder as a fallback."""
     digest = hashlib.sha256()
-    for source in (*_sources(), *sorted(SOURCES.glob("*.h"))):
-        digest.update(source.read_bytes())
+    for source in (*_sources(), *sorted(SOURCES.rglob("*.h"))):
+        digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\n" + source.read_bytes())
     digest.update(" ".join((torch.__version__, *compiler.flags())).encode())
     name = f"cpu-{capability().lower()}-{digest.hexdigest()[:16]}.so"
     return cache.directory() / name, cache.private_directory() / name
@@ -124,7 +125,7 @@ def _build(path: Path, force: bool, refusals: list[str]) -> None:
             sys.stderr.flush()
 
     with tempfile.TemporaryDirectory() as scratch:
-        made = objects.provide(sources, path.parent / "objects", Path(scratch), force, tell)
+        made = objects.provide(sources, SOURCES, path.parent / "objects", Path(scratch), force, tell)
         library = Path(scratch) / path.name
         compiler.link(made, library)
         cache.write(path, library.read_bytes())
@@ -132,4 +133,4 @@ def _build(path: Path, force: bool, refusals: list[str]) -> None:
 
 
 def _sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.cpp"))
+    return sorted(SOURCES.rglob("*.cpp"))

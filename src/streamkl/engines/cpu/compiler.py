@@ -67,11 +67,11 @@ def identity() -> str:
     return "\n".join((*words, os.path.realpath(words[0]), _version(words)))
 
 
-def compile_source(source: Path, target: Path) -> None:
-    """Makes the object file of a source."""
-    root = Path(torch.__file__).parent / "include"
-    includes = (f"-I{path}" for path in (root, root / "torch" / "csrc" / "api" / "include"))
-    _run(_words(), (*flags(), *includes, "-c", str(source), "-o", str(target)))
+def compile_source(source: Path, target: Path, root: Path) -> None:
+    """Makes the object file of a source, whose own includes are named from the folder ``root``."""
+    torch_root = Path(torch.__file__).parent / "include"
+    of_torch = (f"-I{path}" for path in (torch_root, torch_root / "torch" / "csrc" / "api" / "include"))
+    _run(_words(), (*flags(), "-iquote", str(root), *of_torch, "-c", str(source), "-o", str(target)))
 
 
 def link(objects: Iterable[Path], target: Path) -> None:

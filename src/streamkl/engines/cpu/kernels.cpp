@@ -1,6 +1,6 @@
 // The engine's functions, registered as operators.
 #include "kernels.h"
-#include "tile.h"
+#include "tile/tile.h"
 
 #include <torch/library.h>
 

@@ -22,6 +22,7 @@ INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 def provide(
     sources: Sequence[Path],
+    root: Path,
     kept: Path,
     scratch: Path,
     force: bool = False,
@@ -29,15 +30,16 @@ def provide(
 ) -> list[Path]:
     """Object files of ``sources`` in the folder ``scratch``: copies of those in ``kept``, and the others compiled.
 
-    The caller holds the lock of ``kept``. ``tell`` gets the number of those there, after each.
+    Includes are named from the folder ``root``, in which the sources are. The caller holds the lock of ``kept``.
+    ``tell`` gets the number of those there, after each.
     """
     cache.make(kept)
-    names = [f"{source.stem}-{key(source)}.o" for source in sources]
+    names = [f"{_stem(source, root)}-{key(source, root)}.o" for source in sources]
 
     def one(source: Path, name: str) -> None:
         content = None if force else cache.read(kept / name)
         if content is None:
-            compiler.compile_source(source, scratch / name)
+            compiler.compile_source(source, scratch / name, root)
             cache.write(kept / name, (scratch / name).read_bytes())
         else:
             (scratch / name).write_bytes(content)
@@ -50,16 +52,16 @@ def provide(
     return [scratch / name for name in names]
 
 
-def key(source: Path) -> str:
+def key(source: Path, root: Path) -> str:
     """A digest of what the object of a source depends on: what it includes, flags, compiler and torch."""
     digest = hashlib.sha256("\n".join((torch.__version__, *compiler.flags(), compiler.identity())).encode())
-    for file in included(source):
-        digest.update(file.name.encode() + b"\n" + hashlib.sha256(file.read_bytes()).digest())
+    for file in included(source, root):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\n" + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
 
 
-def included(source: Path) -> list[Path]:
-    """The source, and the files beside it that it includes, directly or indirectly."""
+def included(source: Path, root: Path) -> list[Path]:
+    """The source, and the files below ``root`` that it includes, directly or indirectly."""
     found, waiting = set(), [source]
     while waiting:
         file = waiting.pop()
@@ -67,5 +69,10 @@ def included(source: Path) -> list[Path]:
             continue
         found.add(file)
         names = INCLUDE.findall(file.read_bytes())
-        waiting += [path for path in (file.parent / name.decode() for name in names) if path.exists()]
+        waiting += [path for path in (root / name.decode() for name in names) if path.exists()]
     return sorted(found)
+
+
+def _stem(source: Path, root: Path) -> str:
+    """``dense-forward`` of ``dense/forward.cpp``."""
+    return "-".join(source.relative_to(root).with_suffix("").parts)

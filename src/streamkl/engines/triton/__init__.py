@@ -1,7 +1,8 @@
 """The Triton engine, for NVIDIA and AMD GPUs; with ``TRITON_INTERPRET=1`` its kernels run on CPU tensors, for tests.
 
-``kernels/`` holds the kernels, ``plans.py``, ``gathered.py`` and ``launch.py`` the host side, ``architecture.py`` with
-``nvidia.py`` and ``amd.py`` the configs. Triton is imported when the engine first runs, not before.
+``kernels/`` holds the kernels, ``plans/`` and ``launch.py`` the host side, ``configs/`` the tables of tile sizes.
+Kernels and plans are divided alike: dense passes, gathered keys, sparse attention. Triton is imported when the engine
+first runs, not before.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _too_old() -> str | None:
 
 @functools.cache
 def _unknown_gpu(device: torch.device) -> str | None:
-    from streamkl.engines.triton import architecture
+    from streamkl.engines.triton.configs import architecture
 
     if not torch.cuda.is_available():
         return "no GPU was found by torch"
@@ -75,16 +76,17 @@ def _unknown_gpu(device: torch.device) -> str | None:
 
 def _plans(support: Support) -> ModuleType:
     """The plans for a support: over all keys, or over selected ones."""
-    from streamkl.engines.triton import gathered, plans
+    from streamkl.engines.triton.plans import dense, gathered
 
-    return plans if support.topk is None else gathered
+    return dense if support.topk is None else gathered
 
 
 def logsumexp(
     support: Support, side: Side, q: Tensor, k: Tensor, w: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of the side's logits, each ``[B, distributions, Nq]``; ``(-inf, 0)`` where a row sees no key."""
-    from streamkl.engines.triton import architecture, launch
+    from streamkl.engines.triton import launch
+    from streamkl.engines.triton.configs import architecture
 
     launches, rows = _plans(support).logsumexp(support, side, q, k, w, architecture.of(q.device))
     launch.run_all(launches, q.device)
@@ -93,7 +95,8 @@ def logsumexp(
 
 def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, RowStats]:
     """The divergence of each row, ``[B, R, Nq]``, head by head, its mean and its row stats."""
-    from streamkl.engines.triton import architecture, launch
+    from streamkl.engines.triton import launch
+    from streamkl.engines.triton.configs import architecture
 
     device = inputs.b_q.device
     launches, rows = _plans(problem.support).paired_rows(problem, inputs, architecture.of(device))
@@ -105,7 +108,8 @@ def mixture_rows(
     problem: Problem, inputs: Inputs, m_a: Tensor, ln_l_a: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose row stats are known."""
-    from streamkl.engines.triton import architecture, launch
+    from streamkl.engines.triton import launch
+    from streamkl.engines.triton.configs import architecture
 
     device = inputs.b_q.device
     launches, rows = _plans(problem.support).mixture_rows(problem, inputs, m_a, ln_l_a, architecture.of(device))
@@ -123,7 +127,8 @@ def backward(
     want_b: bool,
 ) -> Gradients:
     """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes: one pass, or two where it must be deterministic."""
-    from streamkl.engines.triton import architecture, launch
+    from streamkl.engines.triton import launch
+    from streamkl.engines.triton.configs import architecture
 
     device = inputs.b_q.device
     launches, gradients = _plans(problem.support).backward(
@@ -140,7 +145,8 @@ def backward(
 
 def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> tuple[Tensor, Gradients, Tensor]:
     """``sum(weight * kl)``, its gradients to side ``b``, unrounded, and the mass, in one pass over ``a``."""
-    from streamkl.engines.triton import architecture, launch
+    from streamkl.engines.triton import launch
+    from streamkl.engines.triton.configs import architecture
 
     device = inputs.b_q.device
     launches, made = _plans(problem.support).train(problem, inputs, stats, weight, architecture.of(device))
@@ -159,7 +165,9 @@ def sparse_attention(
     support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int
 ) -> Tensor:
     """The output ``[B, H, Nq, Dv]`` in the dtype of ``q``, over the selected keys ``indices [B, query_blocks, K]``."""
-    from streamkl.engines.triton import architecture, attention, launch
+    from streamkl.engines.triton import launch
+    from streamkl.engines.triton.configs import architecture
+    from streamkl.engines.triton.plans import attention
 
     launches, out = attention.sparse_attention(
         support, side, q, k, v, indices, query_block, architecture.of(q.device)

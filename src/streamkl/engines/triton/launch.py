@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton import architecture
+from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.kernels.groups import PackedStarts, SupportArguments
 from streamkl.engines.triton.meta import Config, Group, Mask, SideMeta
 from streamkl.problem import Problem

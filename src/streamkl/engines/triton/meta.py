@@ -9,7 +9,7 @@ from streamkl.problem import Problem, Side, Support
 
 
 class Config(NamedTuple):
-    """The tile sizes of one kernel: a row of the tables in ``nvidia.py`` and ``amd.py``.
+    """The tile sizes of one kernel: a row of the tables in ``configs/``.
 
     ``rows`` and ``keys`` of a tile, warps of a program and stages of its software pipeline. Heads wider than ``hold``
     (on side ``a`` than ``hold_a``, if it is given) are not held but read in chunks of ``chunk``, and ``grad`` columns

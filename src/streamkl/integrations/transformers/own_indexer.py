@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from streamkl.integrations.transformers.families import Inputs
+from streamkl.indexer import Indexer
+from streamkl.integrations.transformers.families import Family, Inputs
 from streamkl.integrations.transformers.module_call import ModuleCall
-from streamkl.sparse import AttentionCall, IndexerSelector
+from streamkl.sparse import AttentionCall, IndexerSelector, Selector
 
-if TYPE_CHECKING:
-    from streamkl.integrations.transformers.layer import SparseLayer
+
+class IndexedLayer(Protocol):
+    """What the forward of an own indexer reads of its layer, which is a `SparseLayer`.
+
+    Attributes:
+        family: Of its model.
+        indexer: The model's own.
+        number: Of the layer, in the cache.
+    """
+
+    family: Family
+    indexer: Indexer | None
+    number: int
+
+    @property
+    def reads(self) -> bool:
+        """Whether calls need the indexer's tensors."""
+        ...
+
+    @property
+    def active(self) -> Selector | None:
+        """The selector under this implementation."""
+        ...
 
 
 class OwnIndexer:
@@ -22,7 +44,7 @@ class OwnIndexer:
     their graph, the top-k is selected tile by tile, and nothing of size ``[Nq, Nk]`` is allocated.
     """
 
-    def __init__(self, layer: SparseLayer, original: Callable[..., Tensor]) -> None:
+    def __init__(self, layer: IndexedLayer, original: Callable[..., Tensor]) -> None:
         self.layer, self.original = layer, original
 
     def __call__(

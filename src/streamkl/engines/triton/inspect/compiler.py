@@ -34,7 +34,7 @@ def compile_launch(
     """The compiled kernel, as a launch of these arguments would compile it there.
 
     Args:
-        launch: From ``plans.py``, made of tensors on any device, ``meta`` too.
+        launch: From a plan, made of tensors on any device, ``meta`` too.
         arch: ``sm_80`` and so on, ``gfx942``.
         aligned: Whether pointers are aligned to 16 bytes and sizes that are multiples of 16 are known to be.
         lowered: Called with the kernel's Triton IR before anything is made of it; what it raises ends the compilation.

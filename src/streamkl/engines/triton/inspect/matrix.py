@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton import attention, gathered, plans
 from streamkl.engines.triton.launch import Launch
+from streamkl.engines.triton.plans import attention, dense, gathered
 from streamkl.problem import Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 
@@ -78,7 +78,7 @@ def launches(variant: Variant) -> list[Launch]:
     if variant.kind in ATTENTION_KINDS:
         return _attention(variant)
     arch, kind, dims, _, _, indexer, worst = variant
-    makers = gathered if kind in GATHERED_KINDS else plans
+    makers = gathered if kind in GATHERED_KINDS else dense
     kind = kind.removesuffix("_gathered")
     batch, tokens = (1, TOKENS + 1) if worst else (2, TOKENS)
     group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")

@@ -199,7 +199,7 @@ class Work(NamedTuple):
     part: Any
 
 
-class Sequence(NamedTuple):
+class SequenceRange(NamedTuple):
     """A sequence: where its queries and keys start in the batch element, and how many there are."""
 
     batch: Any

@@ -1,0 +1,67 @@
+// The target, side a, where it is the mean of a head group.
+#pragma once
+
+#include "passes/pass.h"
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace streamkl::cpu {
+
+// The head group that a distribution is compared with: its rows, taken once per block, and its mean p[keys, rows].
+class Target {
+ public:
+  Target(std::unique_ptr<DenseSide> a, int64_t group, bool fast)
+      : a_(std::move(a)), group_(group), factor_(static_cast<float>(a_->scale)), stats_(group) {
+    add_ = dispatch(fast, false, a_->relu, [](auto precision, auto, auto relu) { return &add<precision(), relu()>; });
+  }
+
+  void take_rows(const Block& block, int64_t r, const Rows& m, const Rows& ln_l) {
+    for (int64_t n = 0; n < group_; n++) {
+      const int64_t head = r * group_ + n;
+      a_->take_rows(n, block.seq.batch, head, block.first_row(), block.rows(), false);
+      stats_[n].take(block, head, m, ln_l);
+    }
+  }
+
+  // All parts of a tile at once, p[part][keys, rows]: the keys of a key head are taken once for all its heads. x[keys,
+  // rows] is scratch for a product.
+  void compute(const Block& block, const KeyTile& tile, const Window& window, int64_t r, float* x, float* p) {
+    for (int64_t n = 0; n < group_; n++) {
+      const int64_t kv = a_->kv_head(r * group_ + n);
+      if (n == 0 || kv != a_->kv_head(r * group_ + n - 1)) a_->take_keys(block.seq.batch, kv, tile.key(block), tile.keys(), false);
+      each_part(block, tile, window, false, [&](const Part& part) {
+        a_->product(n, part, x);
+        each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+          const int64_t at = i - part.i0;
+          add_(x + at, p + part.i0 * kBlockK + at, span, factor_, stats_[n], i, n == 0, n + 1 == group_ ? group_ : 1);
+        });
+      });
+    }
+  }
+
+ private:
+  template <Precision precision, bool relu>
+  static void add(const float* x, float* p, const Span& span, float factor, const BlockStats& stats, int64_t i, bool first, int64_t heads) {
+    const Lanes scale = splat(factor), m = stats.m[i], ln_l = stats.ln_l[i];
+    // The last head divides, so that the mean of ones is 1.
+    const Lanes count = splat(static_cast<float>(heads)), inverse = 1.0f / count;
+    Span all = span;  // p has a value wherever some row of the sixteen sees a key
+    all.full_begin = span.begin;
+    all.full_end = span.end;
+    each_key(all, [&](int64_t j, auto, int) {
+      Lanes value = exponential<precision>((logit<relu>(load(x + j * kStrip), scale) - m) - ln_l);
+      if (!first) value += load(p + j * kStrip);
+      store(p + j * kStrip, heads == 1 ? value : divided(value, count, inverse));
+    });
+  }
+
+  std::unique_ptr<DenseSide> a_;
+  const int64_t group_;
+  const float factor_;
+  std::vector<BlockStats> stats_;
+  void (*add_)(const float*, float*, const Span&, float, const BlockStats&, int64_t, bool, int64_t);
+};
+
+}  // namespace streamkl::cpu

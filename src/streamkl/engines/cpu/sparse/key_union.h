@@ -1,0 +1,121 @@
+// The union of neighbouring queries' keys: neighbours select mostly the same keys, so each key is gathered once for all
+// of them, and each row has a bit per key that says whether it selected it.
+#pragma once
+
+#include "sparse/shared_topk.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/amin.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+
+#include <utility>
+#include <vector>
+
+namespace streamkl::cpu {
+
+constexpr int64_t kUnionRows = 64;       // rows of a union, at most
+constexpr int64_t kUnionProducts = 256;  // rows of a product, at most: those of all heads that read a key head
+constexpr int64_t kGather = 40;          // the cost of gathering a key and its value, in rows' products with them
+
+// Rows that attend together, and their keys.
+struct UnionRows {
+  QueryBlock rows;
+  SortedKeys selected;
+  std::vector<int32_t> keys;  // for several query blocks: their union
+  std::vector<uint16_t> own;  // for several query blocks, [rows, words()]: a bit per key
+
+  int64_t words() const { return (selected.count + kLanes - 1) / kLanes; }
+  // The bits of a row from a key on, or null for a single query block, whose rows have all keys.
+  const uint16_t* own_of(int64_t row, int64_t key) const { return own.empty() ? nullptr : own.data() + row * words() + key / kLanes; }
+};
+
+// Builds unions. A value that is not finite would reach all rows of a product, even those with a weight of 0 for it, so
+// query blocks that selected such a key stay apart. finite [B, Nk] says which keys have finite values.
+class KeyUnion {
+ public:
+  KeyUnion(const std::vector<QueryBlock>& blocks, const SortedTopk& topk, const Window& window, int64_t group, const Tensor& finite)
+      : blocks_(blocks), topk_(topk), window_(window), group_(group), finite_(finite.const_data_ptr<bool>()), nk_(finite.size(1)),
+        marks_(nk_), place_(nk_) {}
+
+  // Merges the query blocks [first, last) of a sequence if that is cheaper than attending to each by itself, else tries
+  // each half.
+  void merge(int64_t first, int64_t last, std::vector<UnionRows>& to) {
+    QueryBlock rows = blocks_[first];
+    if (last - first == 1) {
+      to.push_back({rows, topk_[first], {}, {}});
+      return;
+    }
+    rows.rows = blocks_[last - 1].i0 + blocks_[last - 1].rows - rows.i0;
+    int64_t apart = 0;
+    for (int64_t n = first; n < last; n++) {
+      apart += topk_[n].count * (kGather + blocks_[n].rows * group_);
+      for (int64_t c = 0; c < topk_[n].count; c++) marks_.mark(topk_[n].keys[c]);
+    }
+    std::vector<int32_t> keys;
+    marks_.take([&](int64_t key) { keys.push_back(static_cast<int32_t>(key)); });
+    const int64_t count = keys.size();
+    const bool* finite = finite_ + rows.seq.batch * nk_ + rows.seq.k_start;
+    const bool harmless = std::all_of(keys.begin(), keys.end(), [&](int32_t key) { return finite[key]; });
+    if (!harmless || count * (kGather + rows.rows * group_) >= apart) {
+      const int64_t middle = (first + last) / 2;
+      merge(first, middle, to);
+      return merge(middle, last, to);
+    }
+    for (int64_t c = 0; c < count; c++) place_[keys[c]] = static_cast<int32_t>(c);
+    UnionRows merged{rows, {keys.data(), count}, std::move(keys), {}};
+    merged.own.assign(rows.rows * merged.words(), 0);
+    for (int64_t n = first; n < last; n++)
+      for (int64_t i = 0; i < blocks_[n].rows; i++) {
+        uint16_t* own = merged.own.data() + (blocks_[n].i0 - rows.i0 + i) * merged.words();
+        each_seen(n, i, [&](int32_t key) { own[place_[key] / kLanes] |= 1 << place_[key] % kLanes; });
+      }
+    to.push_back(std::move(merged));
+  }
+
+ private:
+  template <typename Visit>
+  void each_seen(int64_t n, int64_t i, const Visit& visit) const {
+    const int64_t begin = window_.first(blocks_[n].on + i), end = window_.last(blocks_[n].on + i);
+    for (int64_t c = 0; c < topk_[n].count; c++)
+      if (topk_[n].keys[c] >= begin && topk_[n].keys[c] < end) visit(topk_[n].keys[c]);
+  }
+
+  const std::vector<QueryBlock>& blocks_;
+  const SortedTopk& topk_;
+  const Window window_;
+  const int64_t group_;
+  const bool* const finite_;
+  const int64_t nk_;
+  Marks marks_;
+  std::vector<int32_t> place_;
+};
+
+// All query blocks, merged where that is cheaper and leaves enough work for each thread. All values are checked for
+// finiteness, so there is no union where fewer keys are selected than exist.
+inline std::vector<UnionRows> union_rows_of(
+    const std::vector<QueryBlock>& blocks, const SortedTopk& topk, const Window& window, int64_t query_block, int64_t group, const Tensor& v) {
+  int64_t most = std::min(kUnionRows, kUnionProducts / group) / query_block;
+  most = std::min<int64_t>(most, blocks.size() * v.size(1) / (2 * at::get_num_threads()));
+  if (topk.places() < v.size(0) * v.size(2)) most = 1;
+  std::vector<std::pair<int64_t, int64_t>> runs;  // of query blocks of one sequence
+  for (int64_t n = 0; n < static_cast<int64_t>(blocks.size()); n++) {
+    const bool follows = n > 0 && blocks[n].i0 > 0 && runs.back().second - runs.back().first < most;
+    if (follows) runs.back().second++;
+    else runs.push_back({n, n + 1});
+  }
+  const bool some = runs.size() < blocks.size();
+  const Tensor finite = some ? v.amax({1, 3}).isfinite().logical_and_(v.amin({1, 3}).isfinite()) : at::empty({0, 0}, v.options().dtype(at::kBool));
+  std::vector<std::vector<UnionRows>> found(runs.size());
+  on_all_threads(runs.size(), [&](const auto& next) {
+    KeyUnion key_union(blocks, topk, window, group, finite);
+    for (int64_t n; (n = next()) >= 0;) key_union.merge(runs[n].first, runs[n].second, found[n]);
+  });
+  std::vector<UnionRows> all;
+  for (auto& of_run : found)
+    for (auto& rows : of_run) all.push_back(std::move(rows));
+  return all;
+}
+
+}  // namespace streamkl::cpu

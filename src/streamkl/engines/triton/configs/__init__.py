@@ -1,0 +1,1 @@
+"""The configs of kernels: a table per architecture, and which one a device has."""

@@ -1,0 +1,1 @@
+"""Sparse attention: the output over the keys that a query block selected."""

@@ -1,0 +1,1 @@
+"""From a problem to launches and their results, without reading a value; ``arguments.py`` makes kernels' arguments."""
