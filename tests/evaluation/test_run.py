@@ -258,7 +258,7 @@ def test_a_refusal_leaves_nothing_behind_and_says_where_the_indexers_are(
     assert code == 2
     assert f"is no folder of indexers: {indexers} is" in " ".join(said.split())
     code, said = command("evaluate", tmp_path / "nowhere", book, tmp_path / "report")
-    assert code == 1
+    assert code == 2
     assert "so no model" in said
     assert not (tmp_path / "report").exists()
 

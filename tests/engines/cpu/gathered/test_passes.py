@@ -105,6 +105,7 @@ def broken_topk(seed: int, nk: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_wrong_indices_are_those_of_the_check_in_pytorch(seed: int, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.unsupported(torch.device("cpu")) is None  # this loads the library
     threads(3)
     monkeypatch.setattr(validation, "TOPK_CHUNK", 64)
     nk = 1 + seed * 13 % 200
