@@ -47,9 +47,8 @@ def peak() -> float:
 def layer(cp: ContextParallel, given: argparse.Namespace) -> tuple[float, dict[str, float]]:
     """The loss of a layer, and the seconds of its parts: the attention of the teacher; loss and gradients."""
     dtype = getattr(torch, given.dtype)
-    query, key, value = (
-        drawn(cp, n, heads, given.dim, dtype) for n, heads in enumerate((given.heads, given.kv_heads, given.kv_heads))
-    )
+    heads = (given.heads, given.kv_heads, given.kv_heads)
+    query, key, value = (drawn(cp, name, count, given.dim, dtype) for name, count in enumerate(heads))
     index_q = drawn(cp, 3, given.index_heads, given.index_dim, dtype).requires_grad_()
     index_k = drawn(cp, 4, 1, given.index_dim, dtype)[:, 0].requires_grad_()
     dist.barrier()
@@ -80,8 +79,8 @@ def main() -> None:
         loss, seconds = layer(ContextParallel(mesh, given.tokens), given)
         parts = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
         print(
-            f"rank {mesh.get_rank()} of {mesh.size()}, {given.threads} threads, {given.tokens:,} tokens, {given.dtype}: "
-            f"{parts}, peak {peak():,.0f} MB, loss {loss:.9f}",
+            f"rank {mesh.get_rank()} of {mesh.size()}, threads {given.threads}, {given.tokens:,} tokens, "
+            f"{given.dtype}: {parts}, peak {peak():,.0f} MB, loss {loss:.9f}",
             flush=True,
         )
     dist.destroy_process_group()
