@@ -31,13 +31,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
         return q.new_empty((*q.shape[:3], v.shape[3])), torch.empty(q.shape[:3], dtype=_lse_dtype(q), device=q.device)
     if q.device.type != "cpu":
         return _on_device(q, k, v, scale)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    factor = float(q.shape[3] ** -0.5 if scale is None else scale)
     width = v.shape[3]
     widest = max(width, q.shape[3])  # the kernel needs one width; zeros change no product
     q, k, v = (functional.pad(x, (0, widest - x.shape[3])) if x.shape[3] < widest else x for x in (q, k, v))
-    output, lse = _flash(q, k[:, :, before:], v[:, :, before:], True, scale)
+    output, lse = _flash(q, k[:, :, before:], v[:, :, before:], True, factor)
     if before:
-        output, lse = _merged(output, lse, *_flash(q, k[:, :, :before], v[:, :, :before], False, scale))
+        output, lse = _merged(output, lse, *_flash(q, k[:, :, :before], v[:, :, :before], False, factor))
     return output[..., :width], lse
 
 

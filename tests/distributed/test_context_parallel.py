@@ -74,6 +74,7 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(found: dict[str, Any]) 
         "all tokens": f"of 16 tokens that rank 0 of {found['ranks']} holds",
         "the reference": "backend='reference' is not sharded",
         "a teacher that learns": "got q that requires a gradient",
+        "packed attention": "q must be of shape [batch, heads, tokens, dim]",
         "two dimensions": "such as mesh['cp']: got 2 of them",
     }.items():
         assert words in found["refusals"][what]

@@ -95,7 +95,7 @@ class ContextParallel:
         """Causal attention of this rank's queries to all keys, and its log-sum-exp: that of a frozen teacher.
 
         For each of its two chunks, the keys before the chunk are attended to without a mask, and merged by log-sum-exp
-        with the causal attention of the chunk to itself.
+        with the causal attention of the chunk to itself. It takes no window and no packed sequences.
 
         Args:
             q: ``[B, H, n, D]``, after RoPE at `position_ids`.
@@ -115,7 +115,11 @@ class ContextParallel:
             if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"attention is that of a frozen teacher: got {name} that requires a gradient")
         _refuse_dtensors({"q": q, "k": k, "v": v})
-        _check_tokens("q", q, 2, self.queries)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            shape = x.local.shape if isinstance(x, Gathered) else x.shape
+            if len(shape) != 4 or (isinstance(x, Gathered) and x.dim != 2):
+                raise ValueError(f"{name} must be of shape [batch, heads, tokens, dim]: got {list(shape)}")
+        _check_tokens("q", q, self.queries)
         keys, values = (x if isinstance(x, Gathered) else self.gather(x) for x in (k, v))
         outputs, first, ahead = [], 0, self.keys.tokens - self.queries.tokens
         for start, end in self.queries.spans:
@@ -184,13 +188,14 @@ class ContextParallel:
             ValueError: An argument is wrong or cannot be sharded; the message says why.
         """
         gathered, teacher_k = self._local(teacher_k)
+        named = {"teacher_q": teacher_q, "teacher_k": teacher_k, "student_q": student_q, "student_k": student_k}
+        _refuse_dtensors(named)
         arguments = validation.attention_kl_arguments(
             teacher_q, teacher_k, student_q, student_k, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices,
             teacher_scale, student_scale, student_activation, teacher_lse, row_weight, divergence, reduction,
             deterministic, backend,
         )  # fmt: skip
-        named = {"teacher_q": teacher_q, "teacher_k": teacher_k, "student_q": student_q, "student_k": student_k}
-        self._check(named, arguments, backend)
+        self._check(arguments, backend)
         operators = ShardedOperators(self._group, self.queries, self.keys, arguments, gathered)
         loss = compose.attention_kl(
             arguments, teacher_scale, student_scale, student_activation, divergence, reduction, backend, operators
@@ -248,12 +253,12 @@ class ContextParallel:
             ValueError: An argument is wrong or cannot be sharded; the message says why.
         """
         gathered, teacher_k = self._local(teacher_k)
+        _refuse_dtensors({"teacher_q": teacher_q, "teacher_k": teacher_k, "index_q": index_q, "index_k": index_k})
         arguments = validation.indexer_kl_arguments(
             teacher_q, teacher_k, index_q, index_k, index_w, activation, index_scale, topk_indices, teacher_scale,
             teacher_lse, causal, window, cu_seqlens_q, cu_seqlens_k, row_weight, reduction, deterministic, backend,
         )  # fmt: skip
-        named = {"teacher_q": teacher_q, "teacher_k": teacher_k, "index_q": index_q, "index_k": index_k}
-        self._check(named, arguments, backend)
+        self._check(arguments, backend)
         operators = ShardedOperators(self._group, self.queries, self.keys, arguments, gathered)
         loss = compose.attention_kl(
             arguments, teacher_scale, index_scale, activation, "forward", reduction, backend, operators
@@ -264,23 +269,23 @@ class ContextParallel:
         """Keys that are being gathered, if they are, and those of this rank."""
         return (k, k.local) if isinstance(k, Gathered) else (None, k)
 
-    def _check(self, named: dict[str, Tensor], arguments: validation.KLArguments, backend: str) -> None:
+    def _check(self, arguments: validation.KLArguments, backend: str) -> None:
         if backend == "reference":
             raise ValueError("backend='reference' is not sharded: name an engine, or 'auto'")
-        _refuse_dtensors(named)
         # Only the first two: the others were held to have as many tokens.
         for name, x, layout in (
             ("teacher_q", arguments.teacher_q, self.queries),
             ("teacher_k", arguments.teacher_k, self.keys),
         ):
-            _check_tokens(name, x, 2, layout)
+            _check_tokens(name, x, layout)
 
 
-def _check_tokens(name: str, x: Tensor, dim: int, layout: HeadTail) -> None:
-    if x.shape[dim] != layout.length:
+def _check_tokens(name: str, x: Tensor, layout: HeadTail) -> None:
+    """Checks the tokens of ``[B, heads, tokens, dim]``."""
+    if x.shape[2] != layout.length:
         raise ValueError(
             f"{name} must have the {layout.length} of {layout.tokens} tokens that rank {layout.rank} of {layout.size} "
-            f"holds (ContextParallel.shard): got {x.shape[dim]}"
+            f"holds (ContextParallel.shard): got {x.shape[2]}"
         )
 
 

@@ -186,16 +186,16 @@ class _Rows(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, row_grad: Tensor, *_: Any) -> Any:
-        operators, needs = ctx.operators, Inputs(*ctx.needs_input_grad[4:])
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        operators, needs, row_grad = ctx.operators, Inputs(*ctx.needs_input_grad[4:]), upstream[0]
         mean, *saved = ctx.saved_tensors
         stats, whole = saved[:4], Tensors(*saved[4:])
         want_a, want_b = needs.a_q or needs.a_k, needs.b_q or needs.b_k or needs.b_w
         dtype = compute_dtype(whole.a_q.dtype, whole.b_q.dtype)
         of_rows = {
-            name: None if (x := getattr(whole, name)) is None else torch.zeros_like(x)
+            name: torch.zeros_like(x)
             for name, want in (("a_q", want_a), ("b_q", want_b), ("b_w", want_b))
-            if want
+            if want and (x := getattr(whole, name)) is not None
         }
         of_keys = {
             name: KeyGradient(operators.keys, getattr(whole, name), dtype)
@@ -209,8 +209,7 @@ class _Rows(torch.autograd.Function):
             for name, gradient in of_keys.items():
                 gradient.add(gradients[name], segment.keys.start)
             for name, gradient in of_rows.items():
-                if gradient is not None:
-                    gradient[:, :, segment.rows] = gradients[name]
+                gradient[:, :, segment.rows] = gradients[name]
         every = of_rows | {name: gradient.reduce(operators.group) for name, gradient in of_keys.items()}
         given = (
             every[name].to(dtype) if need else None
