@@ -24,6 +24,8 @@ from streamkl.testing import Case, check_accuracy, evaluate, random_case, random
 
 TOKENS = 203
 """A length that neither 4 nor 8 chunks divide."""
+ROUNDING = 1e-2
+"""Outputs that are smaller throughout are compared as if they were this large: some are 0 but for rounding."""
 
 
 class AsOne(torch.autograd.Function):
@@ -91,7 +93,10 @@ def problem(seed: int, dtypes: tuple[torch.dtype, ...]) -> Case:
 
 
 def difference(mesh: DeviceMesh, seed: int) -> dict[str, Any]:
-    """The largest difference from one process in float64, relative to the largest value of each output."""
+    """The largest difference from one process in float64, relative to the largest value of each output.
+
+    A row that sees one key has a loss of 0 and gradients of 0, or of what rounding leaves of them.
+    """
     case = problem(seed, (torch.float64,))
     if "index_w" in case.tensors:
         case.tensors["index_w"] = case.tensors["index_w"].double()
@@ -105,7 +110,7 @@ def difference(mesh: DeviceMesh, seed: int) -> dict[str, Any]:
         if not torch.equal(value.isnan(), got[name].isnan()):
             return {"seed": seed, "error": "other rows are nan", "case": str(case)}
         error, size = ((x.nan_to_num().abs().max().item() if x.numel() else 0.0) for x in (value - got[name], value))
-        worst = max(worst, error / size if error else 0.0)
+        worst = max(worst, error / max(size, ROUNDING))
     return {"seed": seed, "error": worst, "case": str(case)}
 
 
@@ -245,13 +250,20 @@ def shared_keys_are_those_of_the_rank(mesh: DeviceMesh) -> bool:
     return bool(same)
 
 
+def told(result: dict[str, Any]) -> dict[str, Any]:
+    """Prints how far it is: 300 problems take a while."""
+    if result:
+        print(result["seed"], result["error"], file=sys.stderr, flush=True)
+    return result
+
+
 def main(to: str, seeds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))["cp"]
     found: dict[str, Any] = {
-        "float64": [difference(mesh, seed) for seed in range(seeds)],
-        "rule": [ratio(mesh, seed) for seed in range(seeds)],
+        "float64": [told(difference(mesh, seed)) for seed in range(seeds)],
+        "rule": [told(ratio(mesh, seed)) for seed in range(seeds)],
         "attention": attention(mesh),
         "products": balance(mesh),
         "traffic": traffic(mesh),
