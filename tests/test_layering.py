@@ -11,13 +11,13 @@ import streamkl
 ROOT = Path(streamkl.__file__).parent
 
 KERNELS, INSPECT = "streamkl.engines.triton.kernels", "streamkl.engines.triton.inspect"
-INDEXER, SPARSE = "streamkl.indexer", "streamkl.sparse"
+INDEXER, SPARSE, DISTRIBUTED = "streamkl.indexer", "streamkl.sparse", "streamkl.distributed"
 
 ALLOWED = {
     "__init__.py": {"streamkl.api", "streamkl.sparse.diagnostics"},
     "__main__.py": {"streamkl.cli"},
     "api.py": {"streamkl.loss", "streamkl.reference", "streamkl.validation"},
-    "loss.py": {"streamkl.ops", "streamkl.problem", "streamkl.sharding", "streamkl.validation"},
+    "loss.py": {"streamkl.ops", "streamkl.problem", "streamkl.sharding", "streamkl.state", "streamkl.validation"},
     "ops.py": {
         "streamkl.engines",
         "streamkl.problem",
@@ -25,6 +25,18 @@ ALLOWED = {
         "streamkl.validation",
     },
     "sharding.py": {"streamkl.ops"},
+    "dense_attention.py": {"streamkl.api"},
+    "distributed/__init__.py": {f"{DISTRIBUTED}.{name}" for name in ("context_parallel", "gathering", "layout")},
+    "distributed/layout.py": set(),
+    "distributed/gathering.py": {f"{DISTRIBUTED}.layout"},
+    "distributed/operators.py": {
+        *(f"{DISTRIBUTED}.{name}" for name in ("gathering", "layout")),
+        *(f"streamkl.{name}" for name in ("loss", "ops", "problem", "state", "validation")),
+    },
+    "distributed/context_parallel.py": {
+        *(f"{DISTRIBUTED}.{name}" for name in ("gathering", "layout", "operators")),
+        *(f"streamkl.{name}" for name in ("api", "dense_attention", "loss", "validation")),
+    },
     "flops.py": {"streamkl.ops", "streamkl.problem"},
     "validation.py": set(),
     "problem.py": set(),
@@ -206,7 +218,7 @@ FAMILIES, KEPT = "integrations.transformers.families", "integrations.transformer
 DISTILLATION = {
     "__init__": {"distillation.settings"},
     "settings": set(),
-    "attention": {"api", "distillation.layer"},
+    "attention": {"dense_attention", "distillation.layer"},
     "layer": {"api", "indexer", "sparse", FAMILIES},
     "model": {"api", "distillation", "distillation.layer", FAMILIES, KEPT},
     "indexers": {"distillation.settings", "indexer", FAMILIES, KEPT},

@@ -67,11 +67,11 @@ def op_arguments() -> dict[str, tuple]:
             f"train-{kind}_index": (*index, *norm_a, *norm_i, torch.rand(1, 1, 9), *indexer),
             f"rows_backward-{kind}_index": (
                 torch.rand(1, 1, 9), None, *norm_a, *norm_i, *(x if x is None else x.detach() for x in index),
-                *indexer, False, True,
+                *indexer, False, True, True,
             ),
             f"rows_backward-{kind}": (
                 torch.rand(1, 4, 9), mean, *stats, *(x if x is None else x.detach() for x in heads), *options,
-                True, False,
+                True, False, False,
             ),
         }  # fmt: skip
     arguments["checked_weight-"] = (torch.rand(1, 9)[:, None].expand(1, 2, 9), torch.float64)

@@ -17,6 +17,7 @@ PAGES = {
     "streamkl": "streamkl",
     "streamkl.sparse": "sparse",
     "streamkl.indexer": "indexer",
+    "streamkl.distributed": "distributed",
     "streamkl.integrations.transformers": "transformers",
     "streamkl.distillation": "distillation",
     "streamkl.testing": "testing",

@@ -1,11 +1,13 @@
 """How a loss is composed of the operators: which side is which, which path to take, weights and reduction.
 
-Everything computed here is plain PyTorch on row vectors, so that autograd, ``torch.compile`` and DTensor see it.
+Everything computed here is plain PyTorch on row vectors, so that autograd, ``torch.compile`` and DTensor see it. The
+operators are those of this process (`Operators`), or run on the shards of one sequence (``distributed.operators``).
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,35 @@ from torch import Tensor
 from streamkl import validation
 from streamkl.ops import Options, Tensors
 from streamkl.problem import compute_dtype
+from streamkl.state import RowStats
+
+
+class Operators:
+    """The operators that a loss is composed of. Row vectors and queries are those of this process."""
+
+    def row_stats(
+        self, side: str, tensors: Tensors, options: Options, dtype: torch.dtype, checked: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``(m, ln l)`` of a side, by a pass over it; ``checked`` if ``topk`` needs no further check."""
+        return row_stats(side, tensors, options, dtype, checked)
+
+    def paired_rows(self, tensors: Tensors, options: Options) -> tuple[Tensor, ...]:
+        """The outputs of ``paired_rows``."""
+        return torch.ops.streamkl.paired_rows(*tensors, *options)
+
+    def mixture_rows(
+        self, tensors: Tensors, m_a: Tensor, ln_l_a: Tensor, checked: bool, options: Options
+    ) -> tuple[Tensor, ...]:
+        """The outputs of ``mixture_rows``."""
+        return torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, checked, *options)
+
+    def train(self, tensors: Tensors, stats: RowStats, weight: Tensor, options: Options) -> Tensor:
+        """The weighted sum of all rows' losses, whose backward scales the gradients that came with it."""
+        return torch.ops.streamkl.train(*tensors, *stats, weight, *options)[0]
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over all rows, from that of the rows of this process."""
+        return x
 
 
 def attention_kl(
@@ -23,12 +54,15 @@ def attention_kl(
     divergence: str,
     reduction: str,
     backend: str,
+    operators: Any = None,
 ) -> Tensor:
     """The loss of ``api.attention_kl`` or ``api.indexer_kl``; row losses come back ``[B, R, Nq]``.
 
-    An indexer always takes the path of a mixture, even if its teacher has one head.
+    An indexer always takes the path of a mixture, even if its teacher has one head. ``operators`` are `Operators` or
+    have their methods.
     """
     _load_sharding_rules()
+    operators = Operators() if operators is None else operators
     keys = arguments.keys
     lse = given = None if arguments.teacher_lse is None else arguments.teacher_lse.detach()
     relu = student_activation == "relu"
@@ -54,19 +88,19 @@ def attention_kl(
     )
     if want_b and not want_a and reduction != "none" and (mixture or lse is not None):
         # The weight of every row is known before the pass: it computes loss and gradients together.
-        m_a, ln_l_a = _teacher_row_stats(lse, tensors, options, dtype)
-        m_b, ln_l_b = _row_stats("b", tensors, options, dtype, checked=lse is None)
+        m_a, ln_l_a = _teacher_row_stats(lse, tensors, options, dtype, operators)
+        m_b, ln_l_b = operators.row_stats("b", tensors, options, dtype, lse is None)
         weight = _counted(m_b, row_weight)
         if lse is not None:  # the sums are checked with the pass that makes them
             weight = torch.ops.streamkl.checked_mass(weight, torch.ones_like(weight), lse)
         if reduction == "mean":
-            weight = weight / _nonzero(weight.sum())
-        return torch.ops.streamkl.train(*tensors, m_a, ln_l_a, m_b, ln_l_b, weight, *options)[0]
+            weight = weight / _nonzero(operators.total(weight.sum()))
+        return operators.train(tensors, RowStats(m_a, ln_l_a, m_b, ln_l_b), weight, options)
     if mixture:
-        m_a, ln_l_a = _teacher_row_stats(lse, tensors, options, dtype)
-        kl, m_b, _, mass = torch.ops.streamkl.mixture_rows(*tensors, m_a, ln_l_a, lse is None, *options)
+        m_a, ln_l_a = _teacher_row_stats(lse, tensors, options, dtype, operators)
+        kl, m_b, _, mass = operators.mixture_rows(tensors, m_a, ln_l_a, lse is None, options)
     else:
-        kl, _, m_a, ln_l_a, m_b, ln_l_b = torch.ops.streamkl.paired_rows(*tensors, *options)
+        kl, _, m_a, ln_l_a, m_b, ln_l_b = operators.paired_rows(tensors, options)
         m, ln_l = (m_a, ln_l_a) if divergence == "forward" else (m_b, ln_l_b)
         # Computed even if it is given: the mass says by how much the two differ.
         mass = m if given is None else torch.exp((m.detach() - given) + ln_l.detach())
@@ -76,7 +110,8 @@ def attention_kl(
     rows = torch.where(weight != 0, weight * kl, 0.0)
     if reduction == "none":
         return rows
-    return rows.sum() if reduction == "sum" else rows.sum() / _nonzero(weight.sum())
+    total = operators.total(rows.sum())
+    return total if reduction == "sum" else total / _nonzero(operators.total(weight.sum()))
 
 
 def attention_lse(arguments: validation.LSEArguments, scale: float | None, backend: str) -> Tensor:
@@ -101,7 +136,7 @@ def _load_sharding_rules() -> None:
 _load_sharding_rules._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile runs it, untraced
 
 
-def _row_stats(
+def row_stats(
     side: str, tensors: Tensors, options: Options, dtype: torch.dtype, checked: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of a side, by a pass over it; ``checked`` if ``topk`` needs no further check."""
@@ -121,14 +156,14 @@ def _row_stats(
 
 
 def _teacher_row_stats(
-    lse: Tensor | None, tensors: Tensors, options: Options, dtype: torch.dtype
+    lse: Tensor | None, tensors: Tensors, options: Options, dtype: torch.dtype, operators: Any
 ) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of side ``a``, by a pass or from the caller's log-sum-exp.
 
     A float64 log-sum-exp beside float32 inputs keeps in ``ln l`` what ``m`` has no digits for.
     """
     if lse is None:
-        return _row_stats("a", tensors, options, dtype)
+        return operators.row_stats("a", tensors, options, dtype, False)
     m = lse.to(dtype)
     m = torch.where(m == -torch.inf, torch.nan, m)  # wrong for a row that sees a key; unused in a dead row
     rest = (lse - m).to(dtype)

@@ -35,8 +35,8 @@ SCHEMAS = {
     "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, Tensor mean, {_STATS})",
     "mixture_rows": f"({_TENSORS}, Tensor m_a, Tensor ln_l_a, bool checked, {_OPTIONS}) "
     "-> (Tensor kl, Tensor m_b, Tensor ln_l_b, Tensor mass)",
-    "rows_backward": f"(Tensor row_grad, Tensor? mean, {_STATS}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b) "
-    "-> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
+    "rows_backward": f"(Tensor row_grad, Tensor? mean, {_STATS}, {_TENSORS}, {_OPTIONS}, bool want_a, bool want_b, "
+    "bool round_keys) -> (Tensor d_a_q, Tensor d_a_k, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
     "train": f"({_TENSORS}, {_STATS}, Tensor weight, {_OPTIONS}) "
     "-> (Tensor loss, Tensor d_b_q, Tensor d_b_k, Tensor d_b_w)",
     "scale_gradient": "(Tensor gradient, Tensor upstream, ScalarType dtype) -> Tensor",
@@ -44,6 +44,7 @@ SCHEMAS = {
 """The operators of the namespace ``streamkl``, by name.
 
 ``checked`` says that an earlier operator has checked ``topk``: the first one of a loss does, and no other.
+``round_keys`` casts dK to the dtype of the keys; ranks that add theirs do so before it is rounded.
 """
 
 
@@ -186,7 +187,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(given)
     stats = fields_of(RowStats, given)
     gradients = engine.backward(
-        problem, inputs, stats, given.mean, given.row_grad, given.want_a, given.want_b
+        problem, inputs, stats, given.mean, given.row_grad, given.want_a, given.want_b, given.round_keys
     )  # fmt: skip
     return tuple(_or_empty(grad, given.row_grad) for grad in gradients)
 
@@ -257,9 +258,12 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 def _(*args: Any) -> tuple[Tensor, ...]:
     given = bound("rows_backward", args)
     wanted = Inputs(given.want_a, given.want_a, given.want_b, given.want_b, given.want_b)
+    keys = None if given.round_keys else compute_dtype(given.a_q.dtype, given.b_q.dtype)
     return tuple(
-        x.new_empty(x.shape) if want and x is not None else given.row_grad.new_empty(0)
-        for x, want in zip(fields_of(Inputs, given), wanted, strict=True)
+        x.new_empty(x.shape, dtype=keys if name.endswith("_k") else None)
+        if want and x is not None
+        else given.row_grad.new_empty(0)
+        for name, x, want in zip(Inputs._fields, fields_of(Inputs, given), wanted, strict=True)
     )
 
 
@@ -298,7 +302,7 @@ def _rows_backward(ctx: Any, row_grad: Tensor | None, *_: object) -> tuple[Tenso
         return (None,) * len(ctx.names)
     needs = dict(zip(ctx.names, ctx.needs_input_grad, strict=True))
     want_a, want_b = (any(needs[name] for name in names) for names in (("a_q", "a_k"), ("b_q", "b_k", "b_w")))
-    gradients = torch.ops.streamkl.rows_backward(row_grad, *ctx.saved_tensors, *ctx.options, want_a, want_b)
+    gradients = torch.ops.streamkl.rows_backward(row_grad, *ctx.saved_tensors, *ctx.options, want_a, want_b, True)
     return _in_place_of(needs, dict(zip(Inputs._fields, gradients, strict=True)))
 
 

@@ -129,6 +129,7 @@ def attention_kl_arguments(
     keys = _with_topk(keys, topk_indices, student_q, distributions, "student_q")
     teacher_lse = _teacher_lse(teacher_lse, student_q, heads, keys)
     row_weight = _row_weight(row_weight, student_q, distributions, keys)
+    _refuse_token_shards(dict(zip(named, (teacher_q, teacher_k, student_q, student_k), strict=True)), keys)
     return KLArguments(
         teacher_q, teacher_k, student_q, student_k, None, False, keys, teacher_lse, row_weight,
         _deterministic(deterministic),
@@ -180,6 +181,7 @@ def indexer_kl_arguments(
     keys = _with_topk(keys, topk_indices, index_q, 1, "the indexer")
     teacher_lse = _teacher_lse(teacher_lse, index_q, teacher_q.shape[1], keys)
     row_weight = _row_weight(row_weight, index_q, 1, keys)
+    _refuse_token_shards(dict(zip(named, (teacher_q, teacher_k, index_q, index_k), strict=True)), keys)
     return KLArguments(
         teacher_q.detach(), teacher_k.detach(), index_q, index_k, index_w, True, keys, teacher_lse, row_weight,
         _deterministic(deterministic),
@@ -203,7 +205,9 @@ def attention_lse_arguments(
     _check_pair("", q, k)
     _check_scale("scale", scale)
     _check_choice("backend", backend, BACKENDS)
-    return LSEArguments(q, k, _with_topk(keys, topk_indices, q, None, "q"))
+    keys = _with_topk(keys, topk_indices, q, None, "q")
+    _refuse_token_shards({"q": q, "k": k}, keys)
+    return LSEArguments(q, k, keys)
 
 
 def sparse_attention_arguments(
@@ -442,6 +446,19 @@ def _check_tokens(*sides: dict[str, Tensor]) -> None:
                     f"{student.shape[dim]}, from [batch, heads, tokens, dim] = {list(teacher.shape)} and "
                     f"{list(student.shape)}"
                 )
+
+
+def _refuse_token_shards(named: dict[str, Tensor], keys: Keys) -> None:
+    """Refuses DTensors ``[B, heads, tokens, dim]`` that are sharded by tokens where a row does not see all keys."""
+    if keys.left is None and keys.right is None and keys.topk is None and not keys.packed:
+        return
+    for name, x in named.items():
+        placements = getattr(x, "placements", ())
+        if any(getattr(placement, "dim", None) == 2 for placement in placements):
+            raise ValueError(
+                f"{name} must not be sharded by tokens under a mask, since a shard does not know where in the sequence "
+                f"it lies: got {placements}; streamkl.distributed.ContextParallel shards a sequence"
+            )
 
 
 def _index_weight(x: Tensor, q: Tensor, keys: Keys) -> Tensor:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from streamkl.api import attention_lse
+from streamkl.dense_attention import causal_attention
 
 if TYPE_CHECKING:
     from streamkl.distillation.layer import Layer
@@ -81,28 +79,7 @@ def distill_attention(
             raise ValueError(f"{type(module).__name__} has {what} ({name}), which the loss does not support")
     if not isinstance(attention_mask, Causal) or query.shape[2] != key.shape[2]:
         raise ValueError("distillation takes whole causal sequences without padding or cache: pack the text")
-    output, lse = attend(query, key, value, scaling)
+    output, lse = causal_attention(query, key, value, scaling)
     if layer is not None:
         layer.learn(query, key, scaling, lse)
     return output.transpose(1, 2).contiguous(), None
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Causal attention ``[B, H, N, Dv]`` and the log-sum-exp of its logits ``[B, H, N]``.
-
-    On the CPU both come from PyTorch's flash attention. Elsewhere, and for values that are wider than keys, the
-    log-sum-exp takes another pass.
-    """
-    width, group = value.shape[-1], query.shape[1] // key.shape[1]
-    if query.device.type == "cpu" and width <= query.shape[-1]:
-        every_key, every_value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
-        if width < query.shape[-1]:  # latent attention has narrower values; the kernel needs one width
-            every_value = functional.pad(every_value, (0, query.shape[-1] - width))
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, every_key, every_value, is_causal=True, scale=scale
-        )
-        return output[..., :width], lse
-    output = functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=group > 1
-    )
-    return output, attention_lse(query, key, scale=scale, causal=True)

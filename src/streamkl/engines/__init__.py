@@ -73,11 +73,12 @@ class Engine(Protocol):
         row_grad: Tensor,
         want_a: bool,
         want_b: bool,
+        round_keys: bool = True,
     ) -> Gradients:
         """Gradients of ``sum(row_grad * kl)``, in the inputs' dtypes; rows of ``row_grad = 0`` contribute exactly 0.
 
         Where side ``a`` wants gradients, ``mean`` is that of `paired_rows`. Where ``b`` does and has weights, they
-        have a gradient too.
+        have a gradient too. Without ``round_keys``, dK is in the dtype of the rows.
         """
         ...
 

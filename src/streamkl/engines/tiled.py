@@ -119,10 +119,12 @@ def backward(
     row_grad: Tensor,
     want_a: bool,
     want_b: bool,
+    round_keys: bool = True,
 ) -> Gradients:
     """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one pass for dQ and dK.
 
-    Side ``a`` can want gradients where ``head_group == 1``; only then is ``mean`` read.
+    Side ``a`` can want gradients where ``head_group == 1``; only then is ``mean`` read. Without ``round_keys``, dK is
+    in the dtype of the rows.
     """
     support, device = problem.support, inputs.b_q.device
     side_a, side_b = _operands(problem, inputs)
@@ -156,7 +158,7 @@ def backward(
                 grad_a.add(scores_a, _masked(da.sub_(mean[at][:, None]).mul_(p), place, 0.0), weight, r, place)
         for grad in grads:
             grad.write_rows(at)
-    d_a, d_b = ((None, None, None) if grad is None else grad.cast() for grad in (grad_a, grad_b))
+    d_a, d_b = ((None, None, None) if grad is None else grad.cast(round_keys) for grad in (grad_a, grad_b))
     return Gradients(*d_a[:2], *d_b)
 
 
@@ -334,9 +336,9 @@ class _SideGradient:
         if self.w is not None:
             self.w[batch, :, rows] = self.w_rows
 
-    def cast(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The gradients in their inputs' dtypes."""
-        return self.q, self.k.to(self.x.k.dtype), self.w
+    def cast(self, keys: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients in their inputs' dtypes; dK only if ``keys`` says so."""
+        return self.q, self.k.to(self.x.k.dtype) if keys else self.k, self.w
 
 
 def _walk(support: Support, heads: int, device: torch.device) -> Iterator[tuple[int, list[Tile]]]:

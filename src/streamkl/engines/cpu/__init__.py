@@ -102,17 +102,19 @@ def backward(
     row_grad: Tensor,
     want_a: bool,
     want_b: bool,
+    round_keys: bool = True,
 ) -> Gradients:
-    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one pass for dQ and dK."""
+    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes, one pass for dQ and dK; dK float32 if not rounded."""
     unread = stats.m_b if mean is None else mean
     rows = (x.contiguous() for x in (*stats, unread, row_grad.float()))
     operator = _operator("backward", problem.support)
     gradients = operator(*_tensors(problem, inputs), *rows, *_numbers(problem), want_a, want_b)
     wanted = (want_a, want_a, want_b, want_b, want_b and inputs.b_w is not None)
+    rounded = (True, round_keys, True, round_keys, True)
     return Gradients(
         *(
-            gradient.to(x.dtype).contiguous() if x is not None and want else None
-            for gradient, x, want in zip(gradients, inputs, wanted, strict=True)
+            gradient.to(x.dtype if cast else torch.float32).contiguous() if x is not None and want else None
+            for gradient, x, want, cast in zip(gradients, inputs, wanted, rounded, strict=True)
         )
     )
 

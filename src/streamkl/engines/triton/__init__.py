@@ -125,20 +125,25 @@ def backward(
     row_grad: Tensor,
     want_a: bool,
     want_b: bool,
+    round_keys: bool = True,
 ) -> Gradients:
-    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes: one pass, or two where it must be deterministic."""
+    """Gradients of ``sum(row_grad * kl)`` in the inputs' dtypes: one pass, or two where it must be deterministic.
+
+    Without ``round_keys``, dK is in float32.
+    """
     from streamkl.engines.triton import launch
     from streamkl.engines.triton.configs import architecture
 
     device = inputs.b_q.device
     launches, gradients = _plans(problem.support).backward(
-        problem, inputs, stats, mean, row_grad, want_a, want_b, architecture.of(device)
+        problem, inputs, stats, mean, row_grad, want_a, want_b, architecture.of(device), round_keys
     )  # fmt: skip
     launch.run_all(launches, device)
+    rounded = (True, round_keys, True, round_keys, True)
     return Gradients(
         *(
-            None if grad is None or x is None else _sum_splits(grad, x).to(x.dtype)
-            for grad, x in zip(gradients, inputs, strict=True)
+            None if grad is None or x is None else _sum_splits(grad, x).to(x.dtype if cast else torch.float32)
+            for grad, x, cast in zip(gradients, inputs, rounded, strict=True)
         )
     )
 

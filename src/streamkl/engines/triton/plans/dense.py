@@ -88,9 +88,13 @@ def backward(
     want_a: bool,
     want_b: bool,
     arch: str,
+    round_keys: bool = True,
 ) -> tuple[list[Launch], Gradients]:
-    """Gradients of ``sum(row_grad * kl)``; dQ in float32 where it was accumulated, the rest in the inputs' dtypes."""
-    gradient = _Gradient(problem, inputs, stats, row_grad, arch, False)
+    """Gradients of ``sum(row_grad * kl)``; dQ in float32 where it was accumulated, the rest in the inputs' dtypes.
+
+    Without ``round_keys``, dK is in float32.
+    """
+    gradient = _Gradient(problem, inputs, stats, row_grad, arch, False, round_keys)
     if want_a:
         assert mean is not None, "side a wants gradients where its rows were paired"
         gradient.mean = mean.contiguous()
@@ -104,7 +108,7 @@ def backward(
 
 def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arch: str) -> tuple[list[Launch], Trained]:
     """Loss sums and gradients to ``b`` in one pass over ``a``; in two where it must be deterministic."""
-    gradient = _Gradient(problem, inputs, stats, weight, arch, True)
+    gradient = _Gradient(problem, inputs, stats, weight, arch, True, False)
     gradient.add(False, True)
     assert gradient.dq_b is not None
     assert gradient.dk_b is not None
@@ -119,9 +123,16 @@ class _Gradient:
     """Collects the launches of a backward pass, by rows and keys, for one side or for both."""
 
     def __init__(
-        self, problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor, arch: str, loss: bool
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        stats: RowStats,
+        weight: Tensor,
+        arch: str,
+        loss: bool,
+        round_keys: bool,
     ) -> None:
-        self.problem, self.inputs, self.arch, self.loss = problem, inputs, arch, loss
+        self.problem, self.inputs, self.arch, self.loss, self.round_keys = problem, inputs, arch, loss, round_keys
         self.rows = GradientRows.of(problem, inputs, stats, weight)
         self.launches = list(self.rows.launches)
         self.mean: Tensor | None = None
@@ -198,7 +209,7 @@ class _Gradient:
 
     def _new(self, k: Tensor, atomic: bool, packed: bool) -> Tensor:
         """dK: float32 where it is accumulated or must not be rounded; zero where a key may belong to no sequence."""
-        dtype = torch.float32 if atomic or self.loss else k.dtype
+        dtype = k.dtype if self.round_keys and not atomic else torch.float32
         make = torch.zeros if atomic or packed else torch.empty
         return make(k.shape, dtype=dtype, device=k.device)
 

@@ -119,8 +119,9 @@ def backward(
     want_a: bool,
     want_b: bool,
     arch: str,
+    round_keys: bool = True,
 ) -> tuple[list[Launch], Gradients]:
-    """Gradients of ``sum(row_grad * kl)``; dK in float32, the rest in the inputs' dtypes."""
+    """Gradients of ``sum(row_grad * kl)``; dK in float32, rounded later or not, the rest in the inputs' dtypes."""
     gradient = _Gradient(problem, inputs, stats, mean, row_grad, arch, False)
     if want_a and want_b and gradient.apart:
         gradient.add(True, False)
