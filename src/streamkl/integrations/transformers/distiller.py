@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from streamkl import attention_kl
+import streamkl
 from streamkl.integrations.transformers.capture import attentions_of, capture_attention, decoder_of
 from streamkl.integrations.transformers.pairing import Heads, Layers, paired_heads, paired_layers
 from streamkl.integrations.transformers.recording import Attended, Capture
@@ -155,7 +155,7 @@ class DistillationStep:
             _check(student, teacher, layer, taught_by)
             with torch.enable_grad():  # the teacher runs without
                 pair = paired_heads(distiller.heads, student, teacher)
-                self.losses[layer] = attention_kl(
+                self.losses[layer] = streamkl.attention_kl(
                     pair.teacher_q, pair.teacher_k, pair.student_q, pair.student_k, causal=True, window=student.window,
                     cu_seqlens_q=student.cu_seqlens_q, cu_seqlens_k=student.cu_seqlens_k,
                     teacher_scale=_scale(teacher, distiller.temperature),
