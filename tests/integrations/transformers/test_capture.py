@@ -90,6 +90,24 @@ def test_packed_sequences_are_captured_apart_without_a_cache_and_as_one_with_it(
 
 
 @torch.no_grad()
+def test_sequences_that_flash_attention_is_given_are_captured_apart(monkeypatch) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import flash_attention_mask
+
+    for interface, function in (
+        (AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, flash_attention_mask),
+    ):  # fmt: skip
+        monkeypatch.setitem(interface._global_mapping, "a_flash_attention", function)
+    model, ids = tiny_model("llama"), tokens(1, 9)
+    model.config._attn_implementation = "a_flash_attention"
+    with capture_attention(model) as captured:
+        model(ids, cu_seq_lens_q=torch.tensor([0, 4, 9], dtype=torch.int32), use_cache=False)
+        assert captured[1].call.cu_seqlens_q.tolist() == [0, 4, 9]
+        model(ids, use_cache=False)
+        assert captured[1].call.cu_seqlens_q is None
+
+
+@torch.no_grad()
 def test_the_log_sum_exp_comes_from_attention_where_it_is_known() -> None:
     model, ids = tiny_model("llama").double(), tokens(2, TOKENS)
     plain = model(ids).logits

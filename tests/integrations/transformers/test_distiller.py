@@ -57,7 +57,8 @@ def check(distiller: AttentionDistiller, batch: dict[str, torch.Tensor], run: An
     wanted = gradients(student, torch.stack([losses[n] * distiller.weights[n] for n in losses]).mean())
     largest = max(float(g.abs().max()) for g in wanted.values())
     assert largest > 1e-3
-    assert set(got) == set(wanted)
+    assert set(wanted) <= set(got)
+    assert not any(gradient.any() for name, gradient in got.items() if name not in wanted)  # a compiled model has zeros
     for name, gradient in wanted.items():
         error = float((got[name] - gradient).abs().max())
         assert error <= TOLERANCE[dtype] * largest, f"{name}: {error:.1e} of {largest:.1e}"

@@ -154,6 +154,19 @@ class Sequences:
         many = (ask(after) & (after > row)).any() | (ask((start - 1).clamp(min=first)) & (start > first)).any()
         return cls(batch_size, q_length, keys, padding, starts, torch.stack((few, many)), local_size)
 
+    def split(self, cu_seqlens: Tensor | None) -> Sequences:
+        """The same with the packed sequences that flash attention is given for a row without padding.
+
+        Args:
+            cu_seqlens: ``[sequences + 1]``: where the sequences of the row start, and the end; ``None`` for none.
+        """
+        if cu_seqlens is None or self.padding is not None:
+            return self
+        starts = torch.zeros(1, self.rows + 1, dtype=torch.bool, device=cu_seqlens.device)
+        starts = starts.index_fill(1, cu_seqlens.long(), True)[:, :-1]
+        starts = starts & (torch.arange(self.rows, device=starts.device) > 0)
+        return Sequences(self.batch, self.rows, self.keys, None, starts, self.wrong, self.window)
+
     def layout(self, device: torch.device) -> Layout:
         """The layout as packed sequences.
 

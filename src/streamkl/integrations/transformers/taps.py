@@ -95,7 +95,10 @@ def _attention(name: str, function: Callable | None) -> Callable:
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
         refuse(module, kwargs, "a capture")
         window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
-        found = [(c, layer, c.sequences_of(attention_mask, window, layer, query, key)) for c, layer in captures]
+        named = kwargs.get("cu_seq_lens_q") if "flash" in name else None  # other implementations do not read it
+        found = [
+            (c, layer, c.sequences_of(attention_mask, window, layer, query, key).split(named)) for c, layer in captures
+        ]
         scale, lse, output = kwargs.get("scaling"), None, None
         wanted = name == "sdpa" and any(c.lse for c, _ in captures) and not torch.is_grad_enabled()
         if wanted and not kwargs.get("dropout") and _plain(found[0][2], query, key, value):
