@@ -41,7 +41,7 @@ def arguments(folder: Path, micro_batch: int, steps: int, **options: Any) -> dic
         "output_dir": str(folder), "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": steps,
         "max_steps": 1, "learning_rate": LEARNING_RATE, "optim": "sgd", "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0, "logging_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True,
-        "disable_tqdm": True, **options,
+        "disable_tqdm": True, "bf16": False, **options,
     }  # fmt: skip
 
 

@@ -139,7 +139,9 @@ class Sequences:
         if use_vmap:
             raise _not_causal("a function of the model's own")
         batch = torch.arange(batch_size, device=device)[:, None]
-        row = torch.arange(q_length, device=device)[None] + int(q_offset)
+        # Inductor of torch 2.13 writes C++ that does not compile for an arange that is shifted and indexed with.
+        # Its running maximum is the same numbers, in a buffer that inductor does not see through.
+        row = torch.arange(q_length, device=device)[None].cummax(-1).values + int(q_offset)
 
         def ask(key: Tensor) -> Tensor:
             return mask_function(batch, torch.zeros_like(batch[:1]), row, key).expand(batch_size, q_length)
