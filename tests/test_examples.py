@@ -83,6 +83,12 @@ def test_indexer_example_learns() -> None:
     assert after > 0.9
 
 
+def test_attention_example_learns() -> None:
+    pytest.importorskip("transformers")
+    first, last = runpy.run_path(str(ROOT / "examples" / "distill_attention.py"))["main"](steps=24, length=24)
+    assert last < 0.7 * first
+
+
 @pytest.mark.slow
 def test_sparsity_example_measures_every_layer() -> None:
     pytest.importorskip("transformers")

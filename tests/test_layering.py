@@ -183,6 +183,14 @@ BENCH = {
     "records": {"bench.cells"},
     "report": {"bench.cells", "bench.records"},
     "plots": {"bench.cells", "bench.records", "bench.report"},
+    "attention": {
+        "bench.distill",
+        "bench.gate",
+        "bench.isolated",
+        "bench.measure",
+        "integrations.transformers",
+        "testing.materialised",
+    },
     "distill": {
         "bench",
         "bench.gate",
@@ -218,9 +226,11 @@ FAMILIES, KEPT = "integrations.transformers.families", "integrations.transformer
 DISTILLATION = {
     "__init__": {"distillation.settings"},
     "settings": set(),
-    "attention": {"dense_attention", "distillation.layer"},
+    "attention": {"dense_attention", "sparse", "integrations.transformers.recording"},
     "layer": {"api", "indexer", "sparse", FAMILIES},
-    "model": {"api", "distillation", "distillation.layer", FAMILIES, KEPT},
+    "model": {
+        "api", "distillation", "distillation.layer", "integrations.transformers.capture", FAMILIES, KEPT,
+    },
     "indexers": {"distillation.settings", "indexer", FAMILIES, KEPT},
     "packing": {"distillation.settings", "text"},
     "needles": set(),
@@ -263,7 +273,18 @@ EVALUATION = {
 """The modules of the evaluation, and what each may import besides the public functions."""
 
 TRANSFORMERS = {
-    "__init__": {"requirements", "attention", "families", "indexers", "layer", "loading", "model"},
+    "__init__": {
+        "requirements",
+        "attention",
+        "capture",
+        "distiller",
+        "families",
+        "indexers",
+        "loading",
+        "model",
+        "recording",
+        "trainer",
+    },
     "requirements": set(),
     "schema": set(),
     "selection": {"schema"},
@@ -272,13 +293,19 @@ TRANSFORMERS = {
     "index_cache": set(),
     "layout": set(),
     "masks": {"layout"},
+    "recording": {"layout", "masks"},
+    "taps": {"masks", "recording"},
+    "capture": {"", "recording", "selection"},
+    "pairing": set(),
+    "distiller": {"capture", "pairing", "recording"},
+    "trainer": {"capture", "distiller"},
     "module_call": {"families", "masks"},
     "own_indexer": {"families", "module_call"},
-    "layer": {"", "families", "layout", "masks", "module_call", "own_indexer", "selection"},
-    "attention": {"layer", "masks", "module_call", "selection"},
+    "layer": {"", "families", "layout", "masks", "module_call", "own_indexer", "recording", "selection"},
+    "attention": {"layer", "masks", "module_call", "recording", "selection"},
     "description": {"families", "schema", "selection"},
     "indexers": {"", "families", "selection"},
-    "model": {"families", "indexers", "layer", "schema", "selection"},
+    "model": {"capture", "families", "indexers", "layer", "recording", "schema", "selection"},
     "loading": {"", "model", "selection"},
     "families/base": set(),
     "families/dsa": {"families.base"},
@@ -295,7 +322,7 @@ TRANSFORMERS = {
     },
 }
 """The modules of the integration into transformers, what of it each may import; all may import what is `BELOW`."""
-BELOW = {"streamkl", "streamkl.durable", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
+BELOW = {"streamkl", "streamkl.dense_attention", "streamkl.durable", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
 
 CPP = {
     "tile": {"tile"},
@@ -423,7 +450,8 @@ def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
         if any(name.startswith("streamkl.testing") for name in imports(path)) and path.parent.name != "testing"
     }
     assert importers == {
-        "cli/doctor.py", "bench/cells.py", "bench/gate.py", "bench/suites.py", "selfcheck/checks.py"
+        "cli/doctor.py", "bench/attention.py", "bench/cells.py", "bench/gate.py", "bench/suites.py",
+        "selfcheck/checks.py",
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ SMALL = {
     "loss": "TOKENS, STEPS = 128, 8",
     "how_sparse_is_smollm2": "TOKENS, BUDGETS, TOPK, QUERY_BLOCK = 192, (8, 32), 64, 8",
     "train_and_use_indexers": "TOKENS, STEPS, TOPK = 96, 12, 16",
+    "distil_attention": "TOKENS, STEPS = 32, 8",
 }
 """The parameters' cell of each notebook, as it is run here."""
 

@@ -129,6 +129,52 @@ def distill(
         output.write_text(json.dumps({**facts, "costs": [cost._asdict() for cost in costs]}, indent=2) + "\n")
 
 
+@app.command(cls=ManyValues)
+def attention(
+    model: str = typer.Option(..., help="The folder of a model."),
+    timed: list[int] = typer.Option([2048], help="Tokens of a sequence where time is measured, too."),  # noqa: B008
+    length: list[int] = typer.Option([2048, 8192], help="Tokens of a sequence where memory is measured."),  # noqa: B008
+    materialised_up_to: int = typer.Option(2048, help="The longest sequence for attention by its matrices."),
+    seconds: float = typer.Option(10.0, help="Seconds of repetitions per call, at least five repetitions."),
+    dtype: str = typer.Option("float32", help="Of both models: float32 or bfloat16."),
+    checkpointing: bool = typer.Option(False, help="Whether the student checkpoints its layers."),
+    threads: int = typer.Option(0, help="CPU threads; torch's default if not given."),
+    output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
+) -> None:
+    """Measures a step of attention distillation beside one of logits, and beside attention by its matrices."""
+    import json
+
+    import torch
+
+    from streamkl.bench import attention as bench
+    from streamkl.bench import machine
+    from streamkl.bench.gate import RedGateError
+
+    if threads:
+        torch.set_num_threads(threads)
+    console = _console()
+    try:
+        tell_of_hub(model)
+        costs = bench.run(model, timed, length, materialised_up_to, seconds, dtype, checkpointing)
+    except ImportError as error:
+        raise UserError(f"a model runs through transformers: pip install 'streamkl[hf]' ({error})") from None
+    except (RedGateError, RuntimeError, ValueError, OSError) as error:
+        raise UserError(str(error)) from None
+    table = Table(title=f"A step of attention distillation, {dtype}", title_justify="left", box=box.SIMPLE)
+    for column in ("tokens", "call", "seconds", "extra MB"):
+        table.add_column(column, justify="left" if column == "call" else "right")
+    for cost in costs:
+        taken = "" if cost.seconds is None else f"{cost.seconds:.2f}"
+        table.add_row(f"{cost.tokens:,}", cost.call, taken, f"{cost.extra_bytes / 1e6:,.0f}")
+    console.print(table)
+    for line in bench.summary(costs):
+        console.print(line)
+    if output is not None:
+        facts = {**machine.facts(torch.device("cpu")), "threads": torch.get_num_threads(), "model": Path(model).name}
+        facts |= {"dtype": dtype, "checkpointing": checkpointing}
+        output.write_text(json.dumps({**facts, "costs": [cost._asdict() for cost in costs]}, indent=2) + "\n")
+
+
 @app.command()
 def show(file: Path = FILE) -> None:
     """Prints the results of a file as `run` does."""

@@ -1,23 +1,20 @@
-"""The attention implementation of the frozen teacher: dense attention that keeps its log-sum-exp."""
+"""The attention implementation of the frozen teacher: dense attention that hands its log-sum-exp to captures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamkl.dense_attention import causal_attention
-
-if TYPE_CHECKING:
-    from streamkl.distillation.layer import Layer
+from streamkl.integrations.transformers.recording import Attended, captures_of, refuse
+from streamkl.sparse import AttentionCall
 
 NAME = "streamkl_distill"
-REFUSED = {"softcap": "a soft cap on logits", "s_aux": "attention sinks", "position_bias": "a bias by position"}
-"""Arguments that change the softmax, which the loss does not support."""
 
 
 class Causal:
@@ -56,7 +53,7 @@ def distill_attention(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attends to all keys, and computes the loss of the layer's indexer.
+    """Attends to all keys, and hands q, k and the log-sum-exp to the captures of the module.
 
     Args:
         module: The attention module.
@@ -71,15 +68,14 @@ def distill_attention(
     Returns:
         ``[B, N, H, Dv]``, and ``None`` for the attention weights.
     """
-    layer: Layer | None = getattr(module, "streamkl_distilled", None)
-    if layer is None and not isinstance(attention_mask, Causal):
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    for name, what in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} has {what} ({name}), which the loss does not support")
-    if not isinstance(attention_mask, Causal) or query.shape[2] != key.shape[2]:
+    captures, causal = captures_of(module), isinstance(attention_mask, Causal)
+    if not captures:
+        mask = None if isinstance(attention_mask, Causal) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+    refuse(module, kwargs, "the loss")
+    if not causal or query.shape[2] != key.shape[2]:
         raise ValueError("distillation takes whole causal sequences without padding or cache: pack the text")
     output, lse = causal_attention(query, key, value, scaling)
-    if layer is not None:
-        layer.learn(query, key, scaling, lse)
+    for capture, layer in captures:
+        capture.tell(Attended(layer, AttentionCall(query, key, scaling, lse=lse)))
     return output.transpose(1, 2).contiguous(), None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from streamkl.api import indexer_kl
 from streamkl.indexer import Indexer
 from streamkl.integrations.transformers.families import Family, Inputs
-from streamkl.sparse import IndexTensors, attention_mass, index_topk, topk_recall
+from streamkl.sparse import AttentionCall, IndexTensors, attention_mass, index_topk, topk_recall
 
 MEASURED_ROWS = 64
 """Recall and mass are measured for the last queries of a sequence, which see the most keys."""
@@ -46,7 +46,7 @@ UNDER_WAY: ContextVar[Batch | None] = ContextVar("streamkl_batch", default=None)
 
 
 class Layer:
-    """The attribute ``streamkl_distilled`` of one attention module. No batch changes it.
+    """One attention module of the frozen model, and its indexer. No batch changes it.
 
     Attributes:
         divergence: Computes the loss; takes the arguments of `streamkl.indexer_kl`.
@@ -57,7 +57,6 @@ class Layer:
         self.number = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
         self.divergence = loss
         own: Any = module
-        own.streamkl_distilled = self
         if getattr(module, "indexer", None) is not None:  # a model's own indexer is called inside of the module
             own.indexer.forward = self._read_own
         else:
@@ -76,18 +75,15 @@ class Layer:
         if batch is not None:
             batch.inputs[self.number] = inputs
 
-    def learn(self, query: Tensor, key: Tensor, scale: float | None, lse: Tensor) -> None:
-        """Computes the loss of the current batch, if there is one, in one pass over the teacher.
+    def learn(self, batch: Batch, call: AttentionCall) -> None:
+        """Computes the loss of a batch in one pass over the teacher.
 
         Args:
-            query: ``[B, H, N, D]``, of the attention that just ran.
-            key: ``[B, Hkv, N, D]``.
-            scale: Of its logits.
-            lse: ``[B, H, N]``: of its logits.
+            batch: The batch.
+            call: The attention that just ran, with its log-sum-exp.
         """
-        batch = UNDER_WAY.get()
-        if batch is None:
-            return
+        query, key, scale, lse = call.q, call.k, call.scale, call.lse
+        assert lse is not None, "the teacher's attention hands it out"
         inputs = batch.inputs.pop(self.number)
         with torch.enable_grad(), _half_precision(query):
             index = self.family.project(self.indexer, inputs)

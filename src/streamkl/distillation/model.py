@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from streamkl.api import indexer_kl
 from streamkl.distillation import attention
 from streamkl.distillation.layer import UNDER_WAY, Batch, Layer, Loss
+from streamkl.integrations.transformers.capture import capture_attention
 from streamkl.integrations.transformers.families import Family
 from streamkl.integrations.transformers.indexers import Indexers
 
@@ -54,8 +55,10 @@ class Distiller(nn.Module):
         """
         batch = Batch(row_weight, self._topk)
         before = UNDER_WAY.set(batch)
+        layers = {layer.number: layer for layer in self.layers}
+        learning = capture_attention(self.backbone, layers, each=lambda a: layers[a.layer].learn(batch, a.call))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), learning:
                 self.backbone.base_model(input_ids=input_ids, use_cache=False)
         finally:
             UNDER_WAY.reset(before)

@@ -10,6 +10,8 @@ from streamkl.integrations.transformers.requirements import check_requirements
 check_requirements()
 
 from streamkl.integrations.transformers.attention import register  # noqa: E402
+from streamkl.integrations.transformers.capture import capture_attention  # noqa: E402
+from streamkl.integrations.transformers.distiller import AttentionDistiller, DistillationStep  # noqa: E402
 from streamkl.integrations.transformers.families import (  # noqa: E402
     Family,
     GroupedQuery,
@@ -22,17 +24,23 @@ from streamkl.integrations.transformers.indexers import (  # noqa: E402
     new_indexers,
     save_indexers,
 )
-from streamkl.integrations.transformers.layer import Attended  # noqa: E402
 from streamkl.integrations.transformers.loading import wrap_from_pretrained  # noqa: E402
 from streamkl.integrations.transformers.model import SparseModel, sparsify  # noqa: E402
+from streamkl.integrations.transformers.recording import Attended, Capture  # noqa: E402
+from streamkl.integrations.transformers.trainer import AttentionDistillation  # noqa: E402
 
 __all__ = [
     "Attended",
+    "AttentionDistillation",
+    "AttentionDistiller",
+    "Capture",
+    "DistillationStep",
     "Family",
     "GroupedQuery",
     "Indexers",
     "SparseLatent",
     "SparseModel",
+    "capture_attention",
     "load_indexers",
     "new_indexers",
     "register_family",

@@ -6,16 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from streamkl.integrations.transformers.layer import Attended, SparseLayer
+from streamkl.integrations.transformers.layer import SparseLayer
 from streamkl.integrations.transformers.masks import Mask, streamkl_mask
 from streamkl.integrations.transformers.module_call import ModuleCall
+from streamkl.integrations.transformers.recording import Attended, Recorded, refuse
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
 from streamkl.sparse import sparse_attention
-
-REFUSED = {"softcap": "a soft cap on its logits", "s_aux": "attention sinks", "position_bias": "a bias by position"}
-"""Arguments that change the softmax, which sparse attention does not support."""
 
 
 def register() -> None:
@@ -56,7 +54,7 @@ def streamkl_attention(
     layer = _layer(module)
     rows = query.shape[2]
     selector = None if layer is None else layer.selector_of(rows)
-    if layer is not None and layer.is_global and (selector is not None or layer.reads or layer.watchers):
+    if layer is not None and layer.is_global and (selector is not None or layer.reads or layer.captured):
         carried = _checked(layer, attention_mask, dropout if selector is not None else 0.0, kwargs)
         layout = carried.mask.layout(query.device)
         call = layer.call(carried, query, key, scaling, layout)
@@ -67,13 +65,15 @@ def streamkl_attention(
                 call.q, call.k, layout.all_keys(value), selected, query_block=selector.query_block, scale=scaling,
                 cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
             )  # fmt: skip
-            layer.tell(Attended(layer.number, call, selected, selector.query_block))
+            layer.tell(Attended(layer.number, call, selected, selector.query_block, layout.query_at))
             return layout.back(out, query.shape[0], rows), None
-        layer.tell(Attended(layer.number, call, None, 1))
-    dense = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        layer.tell(Attended(layer.number, call, tokens=layout.query_at))
     mask = attention_mask.mask if isinstance(attention_mask, ModuleCall) else attention_mask
-    mask = mask.tensor(query.device) if isinstance(mask, Mask) else mask
-    return dense(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    if isinstance(mask, Mask):
+        if layer is not None and not layer.is_global and layer.captured:
+            layer.tell(Recorded(layer.number, query, key, scaling, mask.sequences).attended())
+        mask = mask.tensor(query.device)
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
 def _layer(module: nn.Module) -> SparseLayer | None:
@@ -89,12 +89,7 @@ def _layer(module: nn.Module) -> SparseLayer | None:
 
 def _checked(layer: SparseLayer, carried: Any, dropout: float, kwargs: dict[str, Any]) -> ModuleCall:
     """Refuses what sparse attention does not support, and returns the `ModuleCall`."""
-    for name, what in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"layer {layer.number} has {what} ({name}), which sparse attention does not support: "
-                f"run the model with another attn_implementation"
-            )
+    refuse(layer.module, kwargs, "sparse attention")
     if dropout:
         raise ValueError(f"sparse attention has no dropout: got {dropout}; set attention_dropout to 0, or call eval()")
     if kwargs.get("is_causal") is False:

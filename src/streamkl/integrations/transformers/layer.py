@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -16,40 +14,9 @@ from streamkl.integrations.transformers.layout import Layout
 from streamkl.integrations.transformers.masks import Mask
 from streamkl.integrations.transformers.module_call import ModuleCall
 from streamkl.integrations.transformers.own_indexer import OwnIndexer
+from streamkl.integrations.transformers.recording import Attended, captures_of
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS, PREFIX
 from streamkl.sparse import AttentionCall, IndexerSelector, Selector
-
-
-class Attended(NamedTuple):
-    """One attention of a layer, for a watcher.
-
-    Attributes:
-        layer: The number of the layer.
-        call: Its q and k, after RoPE, the mask, and the indexer's tensors, with their graph if gradients are enabled.
-        indices: The selected keys; ``None`` for dense attention.
-        query_block: How many queries share their top-k.
-    """
-
-    layer: int
-    call: AttentionCall
-    indices: Tensor | None
-    query_block: int
-
-
-class Watcher(NamedTuple):
-    """A function that is called with each `Attended` of one model.
-
-    Attributes:
-        of: Identifies the model's layers.
-        function: The function.
-    """
-
-    of: object
-    function: Callable[[Attended], None]
-
-
-WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("streamkl_watchers", default=())
-"""The watchers of the calls that this thread, or this task of ``asyncio``, makes."""
 
 
 class SparseLayer:
@@ -61,7 +28,6 @@ class SparseLayer:
         selector: Selects keys under ``streamkl_sparse``.
         indexer: Its indexer, if it has one.
         decode: How a single query attends.
-        watched: The ``of`` of watchers of its model.
     """
 
     def __init__(
@@ -71,11 +37,9 @@ class SparseLayer:
         selector: Selector,
         indexer: Indexer | None,
         decode: Literal["dense", "sparse"],
-        watched: object,
     ) -> None:
         self.module, self.family, self.selector, self.indexer = module, family, selector, indexer
         self.decode: Literal["dense", "sparse"] = decode
-        self.watched = watched
         self.number: int = module.layer_idx
         self.is_global = family.is_global(module)
         self.has_own_indexer = hasattr(module, "indexer")
@@ -113,14 +77,14 @@ class SparseLayer:
         return None if rows == 1 and self.decode == "dense" else self.active
 
     @property
-    def watchers(self) -> list[Callable[[Attended], None]]:
-        """The functions that watch this call."""
-        return [watcher.function for watcher in WATCHERS.get() if watcher.of is self.watched]
+    def captured(self) -> bool:
+        """Whether this call is captured."""
+        return bool(captures_of(self.module))
 
     @property
     def reads(self) -> bool:
-        """Whether calls need the indexer's tensors, to select by or to watch, or the cache their index keys."""
-        return self.indexer is not None and (self.active is self.selector or bool(self.watchers))
+        """Whether calls need the indexer's tensors, to select by or to capture, or the cache their index keys."""
+        return self.indexer is not None and (self.active is self.selector or self.captured)
 
     @property
     def selects_itself(self) -> bool:
@@ -164,6 +128,6 @@ class SparseLayer:
         )  # fmt: skip
 
     def tell(self, attended: Attended) -> None:
-        """Calls the watchers."""
-        for watch in self.watchers:
-            watch(attended)
+        """Hands an attention to the captures of this call."""
+        for capture, _ in captures_of(self.module):
+            capture.tell(attended)

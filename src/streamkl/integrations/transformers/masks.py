@@ -35,7 +35,7 @@ class Mask:
         self._arguments = arguments
         self._tensor: Tensor | None = None
         self._made = self._packed = False
-        self._layouts: dict[torch.device, Layout] = {}
+        self._sequences: Sequences | None = None
 
     def tell(self, cu_seqlens: Tensor | None) -> None:
         """Adds the packed (varlen) sequences of a row to the mask, as flash attention does in transformers.
@@ -81,44 +81,110 @@ class Mask:
         Raises:
             ValueError: The mask is not causal attention within sequences.
         """
-        if device not in self._layouts:
-            a = self._arguments
-            rows, first = a["q_length"], a["kv_offset"]
-            keys = int(a["q_offset"]) - first + rows  # a static cache has room for more
-            padding = prepare_padding_mask(a["attention_mask"], a["kv_length"], first)
-            if padding is not None:
-                padding = padding[:, first : first + keys]
-                padding = None if bool(padding.all()) else padding
-            self._layouts[device] = Layout.of(a["batch_size"], rows, keys, padding, self._found_starts()).to(device)
-        return self._layouts[device]
+        return self.sequences.layout(device)
 
-    def _found_starts(self) -> Tensor | None:
-        """``[B, Nq]`` of bool, True where a query is the first of a packed sequence; ``None`` if none is.
+    @property
+    def sequences(self) -> Sequences:
+        """The sequences of the batch, and the window."""
+        if self._sequences is None:
+            self._sequences = Sequences.of(**self._arguments)
+        return self._sequences
+
+
+class Sequences:
+    """The sequences of a batch, as tensors.
+
+    It is made inside of a model's forward, which ``torch.compile`` may be tracing; the layout, which depends on values,
+    is made where it is read.
+
+    Args:
+        batch: Rows of the batch.
+        rows: Queries in each.
+        keys: Keys in each.
+        padding: ``[B, Nk]`` of bool, False for padding; ``None`` for none.
+        starts: ``[B, Nq]`` of bool, True where a query is the first of a packed sequence; ``None`` if none is.
+        wrong: ``[2]`` of bool: whether a query sees too few keys, and whether one sees too many.
+        window: How many keys a query sees, its own included; ``None`` for all before it.
+    """
+
+    def __init__(
+        self, batch: int, rows: int, keys: int, padding: Tensor | None = None, starts: Tensor | None = None,
+        wrong: Tensor | None = None, window: int | None = None,
+    ) -> None:  # fmt: skip
+        self.batch, self.rows, self.keys = batch, rows, keys
+        self.padding, self.starts, self.wrong, self.window = padding, starts, wrong, window
+        self._layouts: dict[torch.device, Layout] = {}
+
+    @classmethod
+    def of(
+        cls, *, batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+        mask_function: Callable = causal_mask_function, attention_mask: Tensor | None = None, use_vmap: bool = False,
+        device: torch.device | str = "cpu", local_size: int | None = None, **others: Any,
+    ) -> Sequences:  # fmt: skip
+        """From the arguments of a mask, for ``AttentionMaskInterface``.
 
         The mask is a function of indices. A few pairs are enough to recognise causal attention within sequences: a
-        query and its own key, the keys before and after it, the first key of its sequence and the one before that.
+        query and its own key, the keys before and after it, the first key that it may see and the one before that.
+
+        Raises:
+            ValueError: The mask is a function of the model's own.
         """
-        a = self._arguments
-        seen: Callable[..., Tensor] = a["mask_function"]
-        if seen is causal_mask_function:
-            return None
-        if a["use_vmap"]:
+        first = kv_offset
+        keys = int(q_offset) - first + q_length  # a static cache has room for more
+        padding = prepare_padding_mask(attention_mask, kv_length, first)
+        if padding is not None:
+            padding = padding[:, first : first + keys]
+        if mask_function is causal_mask_function:
+            return cls(batch_size, q_length, keys, padding)
+        if use_vmap:
             raise _not_causal("a function of the model's own")
-        first = a["kv_offset"]
-        batch = torch.arange(a["batch_size"], device=a["device"])[:, None]
-        row = torch.arange(a["q_length"], device=a["device"])[None] + int(a["q_offset"])
+        batch = torch.arange(batch_size, device=device)[:, None]
+        # Inductor of torch 2.13 writes C++ that does not compile for an arange that is shifted and indexed with.
+        # Its running maximum is the same numbers, in a buffer that inductor does not see through.
+        row = torch.arange(q_length, device=device)[None].cummax(-1).values + int(q_offset)
 
         def ask(key: Tensor) -> Tensor:
-            return seen(batch, torch.zeros_like(batch[:1]), row, key).expand(len(batch), row.shape[1])
+            return mask_function(batch, torch.zeros_like(batch[:1]), row, key).expand(batch_size, q_length)
 
         starts = ~ask((row - 1).clamp(min=first)) & (row > first)
+        if local_size == 1:
+            starts = torch.zeros_like(starts)  # each query sees its own key alone, wherever a sequence starts
         start = torch.where(starts, row, first).cummax(-1).values
-        after = (row + 1).clamp(max=int(row[0, -1]))
-        if not (ask(row) & ask(start)).all():
-            raise _not_causal("a query that does not see its own key, or not the first of its sequence")
-        if (ask(after) & (after > row)).any() or (ask((start - 1).clamp(min=first)) & (start > first)).any():
-            raise _not_causal("a query that sees a key after it, or of another sequence")
-        return starts if bool(starts.any()) else None
+        start = start if local_size is None else torch.maximum(start, row - local_size + 1)
+        after = (row + 1).clamp(max=q_length - 1 + int(q_offset))
+        few = ~(ask(row) & ask(start)).all()
+        many = (ask(after) & (after > row)).any() | (ask((start - 1).clamp(min=first)) & (start > first)).any()
+        return cls(batch_size, q_length, keys, padding, starts, torch.stack((few, many)), local_size)
+
+    def split(self, cu_seqlens: Tensor | None) -> Sequences:
+        """The same with the packed sequences that flash attention is given for a row without padding.
+
+        Args:
+            cu_seqlens: ``[sequences + 1]``: where the sequences of the row start, and the end; ``None`` for none.
+        """
+        if cu_seqlens is None or self.padding is not None:
+            return self
+        starts = torch.zeros(1, self.rows + 1, dtype=torch.bool, device=cu_seqlens.device)
+        starts = starts.index_fill(1, cu_seqlens.long(), True)[:, :-1]
+        starts = starts & (torch.arange(self.rows, device=starts.device) > 0)
+        return Sequences(self.batch, self.rows, self.keys, None, starts, self.wrong, self.window)
+
+    def layout(self, device: torch.device) -> Layout:
+        """The layout as packed sequences.
+
+        Raises:
+            ValueError: The mask is not causal attention within sequences.
+        """
+        if device not in self._layouts:
+            few, many = (False, False) if self.wrong is None else self.wrong.tolist()
+            if few:
+                raise _not_causal("a query that does not see its own key, or not the first of its sequence")
+            if many:
+                raise _not_causal("a query that sees a key after it, or of another sequence")
+            padding = None if self.padding is None or bool(self.padding.all()) else self.padding
+            starts = None if self.starts is None or not bool(self.starts.any()) else self.starts
+            self._layouts[device] = Layout.of(self.batch, self.rows, self.keys, padding, starts).to(device)
+        return self._layouts[device]
 
 
 def streamkl_mask(
@@ -146,6 +212,6 @@ def streamkl_mask(
 
 def _not_causal(what: str) -> ValueError:
     return ValueError(
-        f"sparse attention is causal, over padded or packed sequences, and this model's mask has {what}; "
-        f"run the model with attn_implementation='sdpa'"
+        f"StreamKL takes causal attention over padded or packed sequences, and this model's mask has {what}; "
+        f"run the model with attn_implementation='sdpa', and do not capture its attention"
     )

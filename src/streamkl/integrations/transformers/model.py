@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
+from streamkl.integrations.transformers.capture import capture_attention
 from streamkl.integrations.transformers.families import Family, family_of
 from streamkl.integrations.transformers.indexers import Indexers, load_indexers, own_indexers, save_indexers
-from streamkl.integrations.transformers.layer import WATCHERS, Attended, SparseLayer, Watcher
+from streamkl.integrations.transformers.layer import SparseLayer
+from streamkl.integrations.transformers.recording import Attended
 from streamkl.integrations.transformers.schema import entries, one_of, text
 from streamkl.integrations.transformers.selection import PREFIX, check_selector, from_json, to_json
 from streamkl.sparse import IndexerSelector, OracleSelector, Selector
@@ -41,9 +43,8 @@ class SparseModel:
         decode: Literal["dense", "sparse"],
     ) -> None:  # fmt: skip
         self.model, self.family, self.selector, self.indexers = model, family, selector, indexers
-        self._watched = object()
         self.layers = {
-            number: SparseLayer(attention, family, selector, indexers.of(number), decode, self._watched)
+            number: SparseLayer(attention, family, selector, indexers.of(number), decode)
             for number, attention in family.attentions(model).items()
         }
         self._before = _implementation(model)
@@ -69,17 +70,15 @@ class SparseModel:
 
     @contextlib.contextmanager
     def watch(self, function: Callable[[Attended], None]) -> Iterator[None]:
-        """Calls ``function`` with the `Attended` of each layer, after its attention, inside of a ``with`` block.
+        """Calls ``function`` with the `Attended` of each layer that sees all keys, inside of a ``with`` block.
 
         It sees only calls of the thread, or task of ``asyncio``, that entered the block. The call has q and k after
-        RoPE, the mask, and the indexer's tensors with their graph: all that ``streamkl.indexer_kl`` takes.
+        RoPE, the mask, and the indexer's tensors with their graph: all that ``streamkl.indexer_kl`` takes. It is
+        `capture_attention` of a sparse model.
         """
-        watcher = Watcher(self._watched, function)
-        WATCHERS.set((*WATCHERS.get(), watcher))
-        try:
+        layers = [number for number, layer in self.layers.items() if layer.is_global]
+        with capture_attention(self.model, layers, each=function):
             yield
-        finally:  # by identity: watchers that were entered later may still be active
-            WATCHERS.set(tuple(other for other in WATCHERS.get() if other is not watcher))
 
     def save_indexers(self, path: str | os.PathLike[str]) -> Path:
         """Writes the indexers and the selector to a folder for ``sparsify(model, indexers=path)``."""

@@ -1,0 +1,107 @@
+"""Captures q and k of a model's layers: ``capture_attention``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from streamkl.integrations.transformers import recording, taps
+from streamkl.integrations.transformers.recording import Attended, Capture
+from streamkl.integrations.transformers.selection import PREFIX
+
+
+@contextlib.contextmanager
+def capture_attention(
+    model: nn.Module,
+    layers: Iterable[int] | None = None,
+    *,
+    each: Callable[[Attended], None] | None = None,
+    lse: bool = False,
+    graph: bool = False,
+) -> Iterator[Capture]:
+    """Captures q and k after RoPE, the scale, the mask and the packing of a model's layers, in a ``with`` block.
+
+    The model runs with the attention implementation that it has, whichever that is, and computes what it computes
+    without a capture. No attention matrix is made. Tensors have their graph if gradients are enabled. It sees only
+    calls of the thread, or task of ``asyncio``, that entered the block.
+
+    Under non-reentrant checkpointing what is repeated in the backward is not captured again. Under reentrant
+    checkpointing there is no graph. A compiled model may be captured, in one graph and with checkpointing, too.
+
+    Args:
+        model: A model of transformers, or a module that has one in it; of a model for images and text the decoder.
+        layers: The numbers of the layers; all that attend, if not given.
+        each: Is called with each `Attended` right after its attention, in place of keeping it: memory then holds one
+            layer at a time. A compiled model has to be captured without it.
+        lse: Takes ``call.lse`` from the attention where it is known: under ``"sdpa"`` on the CPU, without gradients,
+            for rows without padding or packing.
+        graph: Captures only calls with gradients enabled.
+
+    Yields:
+        The `Attended` of the last forward, by the number of the layer.
+
+    Raises:
+        ValueError: There is no model of transformers, or it has no such layer. In a forward: the mask is not causal
+            attention within sequences, or the softmax has a soft cap, sinks or a bias.
+
+    Example:
+        >>> import torch
+        >>> from streamkl import attention_lse
+        >>> from streamkl.integrations.transformers import capture_attention
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        ...     num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config)
+        >>> with capture_attention(model) as captured:
+        ...     logits = model(torch.arange(16)[None]).logits
+        >>> call = captured[1].call
+        >>> call.q.shape, call.k.shape, call.q.requires_grad
+        (torch.Size([1, 4, 16, 8]), torch.Size([1, 2, 16, 8]), True)
+        >>> attention_lse(call.q, call.k, scale=call.scale, causal=call.causal).shape
+        torch.Size([1, 4, 16])
+    """
+    decoder = decoder_of(model)
+    attentions = attentions_of(decoder)
+    chosen = set(attentions) if layers is None else set(layers)
+    if not chosen <= set(attentions):
+        raise ValueError(f"the model has no attention in layers {sorted(chosen - set(attentions))}")
+    numbers = {id(module): layer for layer in chosen for module in attentions[layer]}
+    names = {module.config._attn_implementation for layer in chosen for module in attentions[layer]}
+    names = [name for name in names if not name.startswith(PREFIX)]  # whose functions record themselves
+    capture = Capture(decoder.config, numbers, each, lse, graph)
+    for name in names:
+        taps.install(name)
+    recording.opened(capture)
+    try:
+        yield capture
+    finally:
+        recording.closed(capture)
+        capture.end()
+        for name in names:
+            taps.uninstall(name)
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The decoder of a model, or of the model in a wrapper of it.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module.get_decoder()
+    raise ValueError(f"attention is captured in models of transformers: got {type(model).__name__}")
+
+
+def attentions_of(decoder: nn.Module) -> dict[int, list[Any]]:
+    """The causal attention modules of a decoder, by the number of their layer."""
+    found: dict[int, list[Any]] = {}
+    for module in decoder.modules():
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int) and getattr(module, "is_causal", False):
+            found.setdefault(number, []).append(module)
+    return dict(sorted(found.items()))

@@ -1,0 +1,192 @@
+"""The mixin gives trainers the gradients of the matrices, however a batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from streamkl.integrations.transformers import AttentionDistillation, AttentionDistiller
+from streamkl.testing.materialised import materialised_losses
+from streamkl.testing.tiny_models import VOCAB, tiny_model, tokens
+
+WORKER = Path(__file__).parents[2] / "workers" / "attention_distillation.py"
+SAMPLES, TOKENS = 4, 12
+GRADIENT, LEARNING_RATE = 1e-5, 0.5
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl")
+
+
+class DistillingTrainer(AttentionDistillation, Trainer):
+    """The two lines of the how-to."""
+
+
+def models() -> tuple[Any, Any]:
+    options = {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return tiny_model("llama", **options), tiny_model("llama", seed=1, num_hidden_layers=4)
+
+
+def samples() -> list[dict[str, Any]]:
+    return [{"input_ids": ids, "labels": ids} for ids in tokens(SAMPLES, TOKENS).tolist()]
+
+
+def arguments(folder: Path, micro_batch: int, steps: int, **options: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": steps,
+        "max_steps": 1, "learning_rate": LEARNING_RATE, "optim": "sgd", "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0, "logging_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True,
+        "disable_tqdm": True, "bf16": False, **options,
+    }  # fmt: skip
+
+
+def wanted(student: Any, teacher: Any, attention: float, lm: float, logits: float) -> tuple[dict[str, Any], dict]:
+    """The weights after a step of SGD on the losses of the matrices, and the losses."""
+    ids = tokens(SAMPLES, TOKENS)
+    student.zero_grad()
+    losses, outputs = materialised_losses(student, teacher, {"input_ids": ids, "labels": ids}, {0: 1, 1: 3})
+    kl = torch.stack(list(losses.values())).mean()
+    with torch.no_grad():
+        log_p = teacher(ids).logits[:, :-1].log_softmax(-1)
+    log_q = outputs.logits[:, :-1].log_softmax(-1)
+    next_token = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    (lm * outputs.loss + attention * kl + logits * next_token).backward()
+    after = {name: p.detach() - LEARNING_RATE * p.grad for name, p in student.named_parameters()}
+    student.zero_grad()
+    return after, {"attention_kl": kl.item(), "lm_loss": outputs.loss.item(), "logits_kl": next_token.item()}
+
+
+def check(trainer: Any, after: dict[str, torch.Tensor], losses: dict[str, float]) -> None:
+    """Trains a step, and holds the weights to those after a step on the matrices."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    largest = max(float((after[name] - before[name]).abs().max()) for name in after)
+    for name, parameter in trainer.model.named_parameters():
+        error = float((parameter.detach() - after[name]).abs().max())
+        assert error <= GRADIENT * max(largest, 1), f"{name}: {error:.1e} of {largest:.1e}"
+    logged = next(line for line in trainer.state.log_history if "attention_kl" in line)
+    for name, value in losses.items():
+        assert logged[name] == pytest.approx(value, rel=1e-4), name
+
+
+@pytest.mark.parametrize(("micro_batch", "steps"), [(1, 4), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("lm", "logits"), [(1.0, 0.0), (0.0, 0.0), (0.5, 2.0)])
+def test_a_step_is_that_of_the_matrices_however_a_batch_is_cut(lm, logits, micro_batch, steps, tmp_path) -> None:
+    student, teacher = models()
+    after, losses = wanted(student, teacher, 3.0, lm, logits)
+    losses["attention_kl"] *= 3.0
+    losses = losses if logits else {name: losses[name] for name in ("attention_kl", "lm_loss")}
+    trainer = DistillingTrainer(
+        student, TrainingArguments(**arguments(tmp_path, micro_batch, steps)), train_dataset=samples(),
+        distiller=AttentionDistiller(student, teacher, weight=3.0), lm_weight=lm, logits_weight=logits,
+        log_layers=True,
+    )  # fmt: skip
+    check(trainer, after, losses)
+    assert any("attention_kl_layer_1" in line for line in trainer.state.log_history)
+
+
+def test_so_is_one_under_checkpointing_and_evaluation_is_the_trainers_own(tmp_path) -> None:
+    student, teacher = models()
+    after, losses = wanted(student, teacher, 1.0, 1.0, 0.0)
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    trainer = DistillingTrainer(
+        student, TrainingArguments(**arguments(tmp_path, 2, 2, **options)), train_dataset=samples(),
+        eval_dataset=samples(), distiller=AttentionDistiller(student, teacher),
+    )  # fmt: skip
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses["lm_loss"], rel=1e-5)
+    check(trainer, after, {name: losses[name] for name in ("attention_kl", "lm_loss")})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A tokenizer of words, each a number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(VOCAB)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize(("micro_batch", "steps"), [(4, 1), (2, 2)])
+def test_so_is_one_of_trls_sft_trainer(micro_batch, steps, tokenizer, tmp_path) -> None:
+    import trl
+    from datasets import Dataset
+
+    class DistillingSFTTrainer(AttentionDistillation, trl.SFTTrainer):
+        pass
+
+    student, teacher = models()
+    after, losses = wanted(student, teacher, 1.0, 1.0, 0.0)
+    rows = Dataset.from_dict({name: [sample[name] for sample in samples()] for name in ("input_ids", "labels")})
+    trainer = DistillingSFTTrainer(
+        student, trl.SFTConfig(**arguments(tmp_path, micro_batch, steps)), train_dataset=rows,
+        processing_class=tokenizer, distiller=AttentionDistiller(student, teacher),
+    )  # fmt: skip
+    check(trainer, after, {name: losses[name] for name in ("attention_kl", "lm_loss")})
+
+
+@needs_trl
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_so_are_the_gradients_in_trls_distillation_trainer_whose_teacher_runs_once(tokenizer, tmp_path) -> None:
+    import trl
+    from datasets import Dataset
+
+    class Distilling(AttentionDistillation, trl.DistillationTrainer):
+        pass
+
+    student, teacher = models()
+    trainer = Distilling(
+        student, teacher, trl.DistillationConfig(**arguments(tmp_path, 2, 2)), Dataset.from_dict({"prompt": ["2 3"]}),
+        processing_class=tokenizer, distiller=AttentionDistiller(student, teacher),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 2
+    ids, mask = tokens(2, TOKENS), torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :3] = 0
+    cut = {"prompt": slice(0, 5), "completion": slice(5, None)}
+    inputs = {f"{name}_ids": ids[:, part] for name, part in cut.items()}
+    inputs |= {f"{name}_mask": mask[:, part] for name, part in cut.items()}
+    student.train()
+    runs = []
+    teacher.model.register_forward_hook(lambda *_: runs.append(1))
+    trainer.compute_loss(student, dict(inputs)).backward()
+    assert len(runs) == 1
+    got = {name: p.grad.clone() for name, p in student.named_parameters()}
+    student.zero_grad()
+    losses, _ = materialised_losses(student, teacher, {"input_ids": ids, "attention_mask": mask}, {0: 1, 1: 3})
+    own = trl.DistillationTrainer.compute_loss(trainer, student, dict(inputs))
+    (own + torch.stack(list(losses.values())).mean() / 2).backward()
+    for name, parameter in student.named_parameters():
+        assert float((got[name] - parameter.grad).abs().max()) <= GRADIENT * max(1, float(parameter.grad.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_so_is_one_of_two_processes(parallel) -> None:
+    if parallel == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("FSDP2 of this torch does not run on CPUs")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*command, str(WORKER), parallel], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-5000:]
+    assert result.stdout.count("equal") == 2
+
+
+def test_a_distiller_of_another_model_is_refused(tmp_path) -> None:
+    student, teacher = models()
+    with pytest.raises(ValueError, match="the distiller's student must be the trainer's model"):
+        DistillingTrainer(
+            tiny_model("llama"), TrainingArguments(**arguments(tmp_path, 1, 1)), train_dataset=samples(),
+            distiller=AttentionDistiller(student, teacher),
+        )  # fmt: skip
