@@ -1,4 +1,4 @@
-"""What the README and the pages of ``docs/`` promise about themselves: length, words, links, and the site's build."""
+"""What the README and the pages of ``docs/`` promise about themselves: length, words, links, and the site's tools."""
 
 import importlib.util
 import re

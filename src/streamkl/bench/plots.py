@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter
 
 from streamkl.bench.cells import Cell
 from streamkl.bench.records import Record
-from streamkl.bench.report import Times, by_cell, cell_name, ratio, speedups, threads_name
+from streamkl.bench.report import Times, by_cell, cell_name, ratio, speedups, where_briefly
 
 DIRECTIONS = {
     "forward": ("forward", "o", "#1f77b4"),
@@ -78,7 +78,8 @@ def beside_attention(records: list[Record]) -> Figure | None:
         axes.grid(alpha=0.3)
     grid[0, 0].set_yticks(range(len(shapes)), [cell_name(shape) for shape in shapes])
     grid[0, 0].set_ylim(len(shapes) - 0.5, -0.5)
-    figure.suptitle(f"Cost of the divergence beside attention itself\n{_where(records)}", fontsize=11)
+    where = where_briefly(records[-1].machine, records[-1].threads)
+    figure.suptitle(f"Cost of the divergence beside attention itself\n{where}", fontsize=11)
     return figure
 
 
@@ -150,10 +151,5 @@ def _token_axis(axes: Axes, tokens: list[int], room: float = 1.2) -> None:
 def _finish(figure: Figure, axes: Axes, title: str, records: list[Record]) -> None:
     """The title, and under it the machine of the measurement."""
     figure.suptitle(title, fontsize=11)
-    axes.set_title(_where(records), fontsize=8, color="grey")
+    axes.set_title(where_briefly(records[-1].machine, records[-1].threads), fontsize=8, color="grey")
     axes.grid(alpha=0.3)
-
-
-def _where(records: list[Record]) -> str:
-    facts = records[-1].machine
-    return f"{facts.get('device', '')}, {threads_name(records[-1].threads)}, torch {facts.get('torch', '')}"

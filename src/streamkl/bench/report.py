@@ -96,6 +96,11 @@ def where(records: list[Record]) -> str:
     return f"{facts.get('device', 'unknown device')}, {threads}, {software}, commit {facts.get('commit') or 'unknown'}"
 
 
+def where_briefly(machine: dict[str, str], threads: int) -> str:
+    """The machine in a few words, for a plot."""
+    return f"{machine.get('device', '')}, {threads_name(threads)}, torch {machine.get('torch', '')}"
+
+
 def skipped(records: list[Record]) -> list[str]:
     """Which implementations did not run where, and why: a line per reason."""
     cells: dict[tuple[str, str], list[Cell]] = {}

@@ -218,10 +218,12 @@ def _shown(f: Figure) -> Estimate:
 
 def _apart(f: Figure, here: list[Figure]) -> Estimate:
     """As `_shown`, rates of different lines a little apart, so that markers at 100% do not hide one another."""
-    shown, lines = _shown(f), [(x[0].method.selector, x[0].method.query_block) for x in _lines(here)]
+    shown = _shown(f)
     if f.task == "perplexity" or f.method == DENSE:
         return shown
-    shift = APART * (lines.index((f.method.selector, f.method.query_block)) - (len(lines) - 1) / 2)
+    lines = _lines(here)
+    number = next(n for n, points in enumerate(lines) if f in points)
+    shift = APART * (number - (len(lines) - 1) / 2)
     return Estimate(shown.value + shift, shown.low + shift, shown.high + shift)
 
 

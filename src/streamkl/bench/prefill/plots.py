@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 
 from streamkl.bench.prefill.records import Prefill
 from streamkl.bench.prefill.stopwatch import PARTS
-from streamkl.bench.report import threads_name
+from streamkl.bench.report import where_briefly
 
 COLOURS = {"projections": "#9ecae1", "selection": "#d95f02", "attention": "#1f77b4", "rest": "#cccccc"}
 
@@ -44,8 +44,8 @@ def draw(records: list[Prefill], path: Path) -> None:
     handles, labels = rows[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=9)
     last = records[-1]
-    facts = f"{last.machine.get('device', '')}, {threads_name(last.threads)}, torch {last.machine.get('torch', '')}"
-    figure.suptitle(f"Time to first token, dense against sparse attention\n{facts}, {last.dtype}", fontsize=10)
+    facts = f"{where_briefly(last.machine, last.threads)}, {last.dtype}"
+    figure.suptitle(f"Time to first token, dense against sparse attention\n{facts}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
