@@ -322,7 +322,15 @@ TRANSFORMERS = {
     },
 }
 """The modules of the integration into transformers, what of it each may import; all may import what is `BELOW`."""
-BELOW = {"streamkl", "streamkl.dense_attention", "streamkl.durable", SPARSE, INDEXER, f"{INDEXER}.base", f"{INDEXER}.rope"}
+BELOW = {
+    "streamkl",
+    "streamkl.dense_attention",
+    "streamkl.durable",
+    SPARSE,
+    INDEXER,
+    f"{INDEXER}.base",
+    f"{INDEXER}.rope",
+}
 
 CPP = {
     "tile": {"tile"},
