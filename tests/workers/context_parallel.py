@@ -224,7 +224,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     message("DTensors", lambda: cp.attention_kl(sharded, sharded, sharded, sharded, causal=True))
     message("all tokens", lambda: cp.attention_kl(q, q, q, q))
     message("the reference", lambda: cp.attention_kl(local, local, local, local, backend="reference"))
-    message("a teacher that learns", lambda: cp.attention(local.requires_grad_(), local, local))
+    message("a teacher that learns", lambda: cp.attention(local.clone().requires_grad_(), local, local))
     message("packed attention", lambda: cp.attention(local[0], local[0], local[0]))
     message("two dimensions", lambda: ContextParallel(init_device_mesh("cpu", (1, mesh.size())), 16))
     # Without a mask a DTensor is moved as it has to be, and the loss is that of whole tensors.
