@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -53,9 +54,10 @@ def check(distiller: AttentionDistiller, batch: dict[str, torch.Tensor], run: An
         run(**batch, use_cache=False)
         step.teach(**batch)
     got = gradients(student, step.loss())
-    student.gradient_checkpointing_disable()  # the matrices are made under another implementation than is repeated
-    losses, _ = materialised_losses(student, distiller.teacher, batch, distiller.pairs, **options)
-    wanted = gradients(student, torch.stack([losses[n] * distiller.weights[n] for n in losses]).mean())
+    copied = copy.deepcopy(student)  # whose change of implementation compiles nothing again
+    copied.gradient_checkpointing_disable()  # what is repeated would not have the implementation of the matrices
+    losses, _ = materialised_losses(copied, distiller.teacher, batch, distiller.pairs, **options)
+    wanted = gradients(copied, torch.stack([losses[n] * distiller.weights[n] for n in losses]).mean())
     largest = max(float(g.abs().max()) for g in wanted.values())
     assert largest > 1e-3
     assert set(wanted) <= set(got)
@@ -142,9 +144,9 @@ def test_so_are_those_of_a_student_that_inductor_compiles_in_one_graph(batch, ch
     without_float32(student)
     compiled = torch.compile(student, fullgraph=True)
     distiller = AttentionDistiller(student, teacher)
+    if checkpointing:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
     for patch in ({}, {"error_on_recompile": True}):
-        if checkpointing:
-            student.gradient_checkpointing_enable({"use_reentrant": False})
         with torch._dynamo.config.patch(**patch):
             check(distiller, batches()[batch], compiled)
 
