@@ -33,7 +33,7 @@ LIMITED = {"sparse": ("tiled", "cpu")}
 """By the mark of a test, the engines that do what it asks; without one, all do."""
 INTERPRETED_EVERY = {"topk": 30, "attends": 30, "indexer": 3, "": 3}
 """Of how many seeds Triton's interpreter takes one, by the mark of a test: a query that selects keys is a program."""
-INTERPRETED_CASES = 5
+INTERPRETED_CASES = 7
 """Of how many parametrised cases of any other test it takes one: prime to 2, 3 and 4, so that all values take part."""
 TILE = Config(rows=64, keys=16, warps=1, stages=1, hold=1024, grad=64)
 """A tile of the Triton engine: the interpreter takes as long for a row as for many."""

@@ -49,8 +49,8 @@ def indexer_cases() -> list[Case]:
     ("engine", "torch_threads", "calls"),
     [
         ("tiled", 1, 3),
-        ("cpu", 1, 25),
-        ("cpu", 2, 25),
+        ("cpu", 1, 12),
+        ("cpu", 2, 12),
         pytest.param("tiled", 1, 25, marks=pytest.mark.nightly),
         pytest.param("cpu", 1, 200, marks=pytest.mark.nightly),
         pytest.param("cpu", 2, 200, marks=pytest.mark.nightly),

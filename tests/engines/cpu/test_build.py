@@ -28,15 +28,29 @@ def start(*backends: str, **environment: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_two_processes_that_start_together_share_one_build(tmp_path: Path) -> None:
-    processes = [start("cpu", STREAMKL_CACHE=str(tmp_path)) for _ in range(2)]
-    outputs = [process.communicate(timeout=900) for process in processes]
+def test_two_processes_that_start_together_share_one_build(small: Any) -> None:
+    script = f"""
+from pathlib import Path
+from streamkl.engines.cpu import build
+build.SOURCES = Path({str(small.sources)!r})
+print(build.build())
+"""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=300) for process in processes]
     assert all(process.returncode == 0 for process in processes), outputs
-    assert all(stdout.startswith("cpu ") for stdout, _ in outputs)
-    assert len(list(tmp_path.glob("*.so"))) == 1, "one library, and no temporary left"
+    assert {stdout.strip() for stdout, _ in outputs} == {str(path) for path in small.kept.glob("*.so")}
+    assert len(list(small.kept.glob("*.so"))) == 1, "one library, and no temporary left"
     assert sum("building the CPU engine, once: two to three minutes of processor" in err for _, err in outputs) == 1
-    library = next(tmp_path.glob("*.so")).read_bytes()
+    assert [call for call in small.calls() if call != "--version"] == ["link", "one.cpp", "two.cpp"]
+
+
+def test_the_library_runs_on_several_threads() -> None:
+    if build.missing() is not None:
+        pytest.skip("the CPU engine is not built here")
+    library = build.build().read_bytes()
     assert b"GOMP_parallel" in library, "without OpenMP at::parallel_for runs on one thread, without a word"
 
 

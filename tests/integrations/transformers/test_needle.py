@@ -6,7 +6,7 @@ import streamkl.integrations.transformers as skl
 from streamkl.sparse import OracleSelector
 from streamkl.testing import needle, smollm2
 
-TOKENS, TOPK, BLOCK = 2048, 256, 64
+TOKENS, TOPK, BLOCK = 1024, 128, 64
 
 
 @pytest.fixture(scope="module")
