@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -21,7 +22,7 @@ from streamkl.bench.distill import RETURNED
 from streamkl.bench.gate import RedGateError
 from streamkl.bench.isolated import peak_resident, start_counting
 from streamkl.bench.measure import alternate
-from streamkl.testing.materialised import materialised_losses
+from streamkl.testing.materialised import eager, materialised_losses
 
 STUDENT, TEACHER, LOGITS, ATTENTION, BOTH, MATERIALISED = (
     "student", "teacher", "logits KL", "attention KL", "both KL", "materialised attention KL"
@@ -127,8 +128,10 @@ class Bench:
             with torch.no_grad():
                 self.teacher.base_model(input_ids=ids, use_cache=False)
             return 0.0
-        loss = self.loss(name, ids)
-        loss.backward()
+        # Layers that are checkpointed run again in the backward, and must then be eager still.
+        with eager(self.student) if name == MATERIALISED else contextlib.nullcontext():
+            loss = self.loss(name, ids)
+            loss.backward()
         self.student.zero_grad()
         return loss.item()
 

@@ -44,7 +44,7 @@ class AttentionDistiller:
     Raises:
         ValueError: Layers cannot be paired as asked; in a step, heads or sequences do not fit, or there is no graph.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl.integrations.transformers import AttentionDistiller
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,7 +56,7 @@ class AttentionDistiller:
         >>> batch = {"input_ids": torch.arange(16)[None]}
         >>> with distiller.step() as step:
         ...     outputs = student(**batch, labels=batch["input_ids"], use_cache=False)
-        ...     step.teach(**batch)
+        ...     taught = step.teach(**batch)
         >>> (outputs.loss + step.loss()).backward()
         >>> sorted(step.losses), distiller.pairs
         ([0, 1], {0: 1, 1: 3})
