@@ -101,7 +101,7 @@ ALLOWED = {
             "streamkl.state",
         }
         for name, kernels in {
-            "dense": ("dense.backward", "dense.forward", "dense.lse", "dense.split", "tile.states"),
+            "dense": ("dense.forward", "dense.keys", "dense.lse", "dense.queries", "dense.split", "tile.states"),
             "gathered": ("gathered.backward", "gathered.forward"),
             "attention": ("sparse.attention",),
         }.items()
@@ -123,7 +123,8 @@ ALLOWED = {
                     "dense/__init__": (),
                     "dense/lse": (),
                     "dense/forward": (),
-                    "dense/backward": (),
+                    "dense/keys": (),
+                    "dense/queries": (),
                     "dense/split": (),
                     "gathered/__init__": (),
                     "gathered/selected": (),

@@ -125,7 +125,7 @@ def test_backends_are_named_alike_everywhere() -> None:
 
 
 def test_an_interpreter_is_taken_when_it_is_named_and_never_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", "3.7")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert engines.choose("auto", CPU).engine.name != "triton"
     assert "triton: would be interpreted" in engines.choose("auto", CPU).reason
