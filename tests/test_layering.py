@@ -113,7 +113,7 @@ ALLOWED = {
             "streamkl.state",
         }
         for name, kernels in {
-            "dense": ("dense.backward", "dense.forward", "dense.lse", "dense.split", "tile.states"),
+            "dense": ("dense.forward", "dense.keys", "dense.lse", "dense.queries", "dense.split", "tile.states"),
             "gathered": ("gathered.backward", "gathered.forward"),
             "attention": ("sparse.attention",),
         }.items()
@@ -135,7 +135,8 @@ ALLOWED = {
                     "dense/__init__": (),
                     "dense/lse": (),
                     "dense/forward": (),
-                    "dense/backward": (),
+                    "dense/keys": (),
+                    "dense/queries": (),
                     "dense/split": (),
                     "gathered/__init__": (),
                     "gathered/selected": (),

@@ -18,7 +18,7 @@ selfcheck = import_module("streamkl.cli.selfcheck")  # the command of that name 
 @pytest.mark.slow
 def test_a_report_of_checks_and_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests run with Triton's interpreter on, so that the Triton engine is among what is checked."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", "3.7")
     monkeypatch.setattr(selfcheck, "INTERPRETED_SEEDS", 3)
     monkeypatch.setattr(gate, "TOKENS", 97)
     assert selfcheck.run(torch.device("cpu"), "auto", 5, True, tmp_path / "here") == 0

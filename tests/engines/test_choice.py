@@ -106,6 +106,8 @@ def test_auto_finds_an_engine_for_indexers_and_selected_keys_and_the_others_say_
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if name == "triton":
+        pytest.importorskip("triton", "3.7")
     side = Side(4, 1, 16, torch.float32, 0.25)
     problems = {
         "does not sum index heads": Problem(side, replace(side, head_summed=True), Support(1, 8, 8)),
@@ -125,7 +127,7 @@ def test_backends_are_named_alike_everywhere() -> None:
 
 
 def test_an_interpreter_is_taken_when_it_is_named_and_never_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", "3.7")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert engines.choose("auto", CPU).engine.name != "triton"
     assert "triton: would be interpreted" in engines.choose("auto", CPU).reason

@@ -25,8 +25,8 @@ from streamkl.state import RowStats
 name = "triton"
 summary = "fused Triton kernels"
 
-OLDEST = (3, 3)
-"""The first Triton whose launcher takes tuples."""
+OLDEST = (3, 7)
+"""The first Triton whose functions may return tuples with ``None`` in them, as kernels do."""
 
 
 def unsupported(device: torch.device, problem: Problem | None = None) -> str | None:
@@ -158,7 +158,7 @@ def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> 
     launch.run_all(launches, device)
     s, acc = (_sum_splits(x, weight) for x in (made.sum_p, made.sum_acc))
     ln2 = math.log(2)
-    rounding = (stats.ln_l_b.double() - ln2 * made.b.l.double()).float()  # of log2 l_b, which the pass read
+    rounding = (stats.ln_l_b.double() - ln2 * made.b.log2_l.double()).float()  # of log2 l_b, which the pass read
     kl = (ln2 * acc / s + rounding) - torch.log(s)
     loss = torch.where(weight != 0, weight * torch.where(s != 0, kl, acc), 0.0).sum()
     dw = None if made.dw is None or inputs.b_w is None else _sum_splits(made.dw, inputs.b_w)

@@ -85,8 +85,8 @@ class Tiling:
         self.mask = Mask.of(problem.support)
 
     @property
-    def head_groups(self) -> int:
-        """How many head groups, of ``group.pack`` packed distributions each, a batch element has."""
+    def head_packs(self) -> int:
+        """How many head packs, of ``group.pack`` distributions each, a batch element has."""
         return self.problem.distributions // self.group.pack
 
     def support_arguments(self) -> SupportArguments:
@@ -127,7 +127,7 @@ class Tiling:
 
     def key_splits(self) -> int:
         """How many programs split the keys of a block of rows."""
-        return self.splits(self.row_blocks() * self.head_groups * self.support.batch, self.key_blocks())
+        return self.splits(self.row_blocks() * self.head_packs * self.support.batch, self.key_blocks())
 
     def constants(self, **more: Any) -> dict[str, Any]:
         """The compile-time constants of every pass."""

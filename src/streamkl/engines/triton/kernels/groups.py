@@ -72,7 +72,7 @@ class RowStatPtrs(NamedTuple):
     """The row stats of a side, ``m`` and ``log2 l``, each ``[B, heads, Nq]``, or pointers to those of a tile's rows."""
 
     m: Any
-    l: Any
+    log2_l: Any
 
 
 class GradientRowPtrs(NamedTuple):
@@ -141,7 +141,7 @@ class RowCounts(NamedTuple):
     """Programs that own a block of packed rows, and one of ``splits`` of the keys."""
 
     blocks: Any
-    head_groups: Any
+    head_packs: Any
     splits: Any
 
 
@@ -149,14 +149,14 @@ class QueryCounts(NamedTuple):
     """The same for gradients: one of ``pieces`` of their columns; ``rows`` rows in all."""
 
     blocks: Any
-    head_groups: Any
+    head_packs: Any
     pieces: Any
     splits: Any
     rows: Any
 
 
 class KeyCounts(NamedTuple):
-    """Programs that own a block of keys and the ``span`` head groups that read it.
+    """Programs that own a block of keys and the ``span`` head packs that read it.
 
     Each computes one of ``pieces`` of the columns, from one of ``splits`` of the rows.
     """
@@ -169,10 +169,10 @@ class KeyCounts(NamedTuple):
 
 
 class GatheredCounts(NamedTuple):
-    """Programs that own one query, one of ``parts`` of a head group and one of ``pieces`` of a gradient's columns."""
+    """Programs that own one query, one of ``parts`` of a head pack and one of ``pieces`` of a gradient's columns."""
 
     blocks: Any
-    head_groups: Any
+    head_packs: Any
     parts: Any
     pieces: Any
 
@@ -194,7 +194,7 @@ class Work(NamedTuple):
     """The work of a program: its place on each axis of the counts."""
 
     block: Any
-    head_group: Any
+    head_pack: Any
     batch: Any
     part: Any
 
@@ -276,9 +276,9 @@ class RowValues(NamedTuple):
     """Row vectors of a gradient pass in registers, ``[ROWS]``; ``live`` rows are not ignored."""
 
     m_a: Any
-    l_a: Any
+    log2_l_a: Any
     m_b: Any
-    l_b: Any
+    log2_l_b: Any
     weight: Any
     mean: Any
     live: Any

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamkl.engines.triton.kernels.dense.backward import keys_kernel, queries_kernel
 from streamkl.engines.triton.kernels.dense.forward import mixture_kernel, paired_kernel
+from streamkl.engines.triton.kernels.dense.keys import keys_kernel
 from streamkl.engines.triton.kernels.dense.lse import lse_kernel
+from streamkl.engines.triton.kernels.dense.queries import queries_kernel
 from streamkl.engines.triton.kernels.dense.split import merge_lse_kernel, merge_mixture_kernel, merge_paired_kernel
 from streamkl.engines.triton.kernels.groups import (
     GradientOut,
@@ -158,7 +159,7 @@ class _Gradient:
         tiling = Tiling(problem, inputs[:4], self.arch, f"keys_{kind}", inputs.b_w is not None)
         pack = tiling.group.pack
         span = 1 if want_a and want_b else (tiling.a if want_a else tiling.b).per_kv // pack
-        owners, blocks = tiling.head_groups // span, tiling.key_blocks()
+        owners, blocks = tiling.head_packs // span, tiling.key_blocks()
         pieces = max(tiling.a.pieces if want_a else 1, tiling.b.pieces if want_b else 1)
         splits = 1
         if one_pass:
@@ -195,8 +196,8 @@ class _Gradient:
         if self.loss:
             shape = (splits, *rows.shape) if splits > 1 else rows.shape
             self.sum_p, self.sum_acc = (rows.new_zeros(shape) for _ in range(2))
-        counts = QueryCounts(blocks, tiling.head_groups, pieces, splits, rows.numel())
-        programs = blocks * tiling.head_groups * problem.support.batch * pieces * max(tiling.b.heads, 1) * splits
+        counts = QueryCounts(blocks, tiling.head_packs, pieces, splits, rows.numel())
+        programs = blocks * tiling.head_packs * problem.support.batch * pieces * max(tiling.b.heads, 1) * splits
         self._add(queries_kernel, programs, tiling, counts, Want(want_a, want_b, self.loss, self.rows.half))
 
     def _add(self, kernel: Any, programs: int, tiling: Tiling, counts: KeyCounts | QueryCounts, want: Want) -> None:
@@ -237,9 +238,9 @@ def _forward(
         parts = Parts(states, splits, rows.numel())
     arguments = given | {
         "support": tiling.support_arguments(), "out": out, "parts": parts,
-        "counts": RowCounts(blocks, tiling.head_groups, splits),
+        "counts": RowCounts(blocks, tiling.head_packs, splits),
     }  # fmt: skip
-    programs = blocks * tiling.head_groups * tiling.support.batch * splits
+    programs = blocks * tiling.head_packs * tiling.support.batch * splits
     launches = [tiling.launch(kernel, programs, arguments, constants)]
     if parts is not None:
         launches.append(row_launch(merge, rows.numel(), {"parts": parts, "out": out}))

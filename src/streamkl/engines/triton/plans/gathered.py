@@ -1,6 +1,6 @@
 """The launches of each function of the engine over selected keys; ``dense.py`` has those over all keys.
 
-A program owns one query and a head group of it: heads that share a top-k head and key heads, or, against a head mean,
+A program owns one query and a head pack of it: heads that share a top-k head and key heads, or, against a head mean,
 one distribution. Nothing is split or merged: where keys are selected, there are many queries.
 """
 
@@ -61,7 +61,7 @@ class GatheredTiling(Tiling):
     def gathered_launch(
         self, kernel: Any, arguments: dict[str, Any], pieces: int | None = None, **constants: Any
     ) -> Launch:
-        """A launch with a program per query, head group and part of its heads, for a gradient per piece of it, too.
+        """A launch with a program per query, head pack and part of its heads, for a gradient per piece of it, too.
 
         In the forward of a head-summed side a program goes through all heads.
         """
@@ -70,10 +70,10 @@ class GatheredTiling(Tiling):
         topk = TopkArguments(Strided(self.topk, *self.topk.stride()), self.topk.shape[3], self.heads_per_topk_head)
         arguments = arguments | {
             "topk": topk, "support": self.support_arguments(),
-            "counts": GatheredCounts(blocks, self.head_groups, parts, pieces or 1),
+            "counts": GatheredCounts(blocks, self.head_packs, parts, pieces or 1),
         }  # fmt: skip
         constants = {"GROUP": self.group, "MASK": self.mask, "ROWS": self.rows, "KEYS": self.config.keys, **constants}
-        programs = blocks * self.head_groups * self.support.batch * parts * (pieces or 1)
+        programs = blocks * self.head_packs * self.support.batch * parts * (pieces or 1)
         return self.launch(kernel, programs, arguments, constants)
 
 

@@ -30,12 +30,11 @@ from streamkl.engines.triton.kernels.tile.states import (
 )
 from streamkl.engines.triton.kernels.tile.tiles import (
     allowed_pairs,
-    find_sequence,
     group_index,
     key_tiles,
+    my_rows,
     my_work,
     nth_tile,
-    packed_rows,
     row_pointers,
     sees_a_key,
     tile_count,
@@ -96,12 +95,10 @@ def paired_kernel(
     KEYS: tl.constexpr,
 ):
     """The divergence head by head, ``[B, R, Nq]``, its mean and its row stats: `PairedState` in registers."""
-    work = my_work(counts.blocks, counts.head_groups, counts.splits)
-    block = counts.blocks - 1 - work.block  # the rows that see the most keys first
-    sequence, block = find_sequence(block, work.batch, support, GROUP.pack, ROWS, MASK)
-    rows = packed_rows(block, work.head_group, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
+    work = my_work(counts.blocks, counts.head_packs, counts.splits)
+    sequence, block, rows = my_rows(work, support, counts, GROUP.pack, ROWS, MASK)
     tokens = sequence.q_start + rows.queries  # [ROWS]
-    first_head = work.head_group * GROUP.pack
+    first_head = work.head_pack * GROUP.pack
     q_ptrs_a = row_pointers(a.q, sequence.batch, rows.heads, tokens)
     q_ptrs_b = row_pointers(b.q, sequence.batch, rows.heads, tokens)
     k_ptrs_a = row_pointers(a.k, sequence.batch, first_head // A.per_kv, sequence.k_start)
@@ -183,16 +180,14 @@ def mixture_kernel(
     KEYS: tl.constexpr,
 ):
     """The divergence from a head mean, with ``m_a, log2 l_a [B, H, Nq]`` known: `MixtureState` in registers."""
-    work = my_work(counts.blocks, counts.head_groups, counts.splits)
-    block = counts.blocks - 1 - work.block  # the rows that see the most keys first
-    sequence, block = find_sequence(block, work.batch, support, GROUP.pack, ROWS, MASK)
-    rows = packed_rows(block, work.head_group, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
+    work = my_work(counts.blocks, counts.head_packs, counts.splits)
+    sequence, block, rows = my_rows(work, support, counts, GROUP.pack, ROWS, MASK)
     tokens = sequence.q_start + rows.queries  # [ROWS]
-    index_a = group_index(rows, sequence, support.nq, counts.head_groups, GROUP)
+    index_a = group_index(rows, sequence, support.nq, counts.head_packs, GROUP)
     q_ptrs_a = row_pointers(a.q, sequence.batch, rows.heads * GROUP.size, tokens)
     q_ptrs_b = row_pointers(b.q, sequence.batch, rows.heads, tokens)
-    k_ptrs_a = row_pointers(a.k, sequence.batch, work.head_group * 0, sequence.k_start)
-    k_ptrs_b = row_pointers(b.k, sequence.batch, work.head_group * GROUP.pack // B.per_kv, sequence.k_start)
+    k_ptrs_a = row_pointers(a.k, sequence.batch, work.head_pack * 0, sequence.k_start)
+    k_ptrs_b = row_pointers(b.k, sequence.batch, work.head_pack * GROUP.pack // B.per_kv, sequence.k_start)
     w_ptrs = weight_pointers(b, sequence.batch, rows.heads, tokens, B)
     q_a = unheld(q_ptrs_a, rows.exist, a.q)
     if B.heads > 0:
@@ -204,8 +199,8 @@ def mixture_kernel(
     state = new_mixture(ROWS)
     for masked in tl.static_range(2):
         state = _mixture_pass(
-            state, q_a, RowStatPtrs(stats_a.m + index_a, stats_a.l + index_a), q_b, w_ptrs, k_ptrs_a, k_ptrs_b,
-            rows.queries, work.head_group * GROUP.pack * GROUP.size, sequence, tiles, a, b, support, KEYS, A, B, GROUP,
+            state, q_a, RowStatPtrs(stats_a.m + index_a, stats_a.log2_l + index_a), q_b, w_ptrs, k_ptrs_a, k_ptrs_b,
+            rows.queries, work.head_pack * GROUP.pack * GROUP.size, sequence, tiles, a, b, support, KEYS, A, B, GROUP,
             MASK, masked,
         )  # fmt: skip
     live = sees_a_key(rows.queries, sequence, support, tiles, KEYS, MASK)

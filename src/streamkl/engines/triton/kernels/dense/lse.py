@@ -17,11 +17,10 @@ from streamkl.engines.triton.kernels.tile.states import (
 )
 from streamkl.engines.triton.kernels.tile.tiles import (
     allowed_pairs,
-    find_sequence,
     key_tiles,
+    my_rows,
     my_work,
     nth_tile,
-    packed_rows,
     row_pointers,
     sees_a_key,
     tile_count,
@@ -70,13 +69,11 @@ def lse_kernel(
     KEYS: tl.constexpr,
 ):
     """``(m, ln l) [B, H, Nq]`` of one side; a program owns a block of packed rows and one of the splits of the keys."""
-    work = my_work(counts.blocks, counts.head_groups, counts.splits)
-    block = counts.blocks - 1 - work.block  # the rows that see the most keys first
-    sequence, block = find_sequence(block, work.batch, support, GROUP.pack, ROWS, MASK)
-    rows = packed_rows(block, work.head_group, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
+    work = my_work(counts.blocks, counts.head_packs, counts.splits)
+    sequence, block, rows = my_rows(work, support, counts, GROUP.pack, ROWS, MASK)
     tokens = sequence.q_start + rows.queries  # [ROWS]
     q_ptrs = row_pointers(side.q, sequence.batch, rows.heads, tokens)
-    k_ptrs = row_pointers(side.k, sequence.batch, work.head_group * GROUP.pack // SIDE.per_kv, sequence.k_start)
+    k_ptrs = row_pointers(side.k, sequence.batch, work.head_pack * GROUP.pack // SIDE.per_kv, sequence.k_start)
     w_ptrs = weight_pointers(side, sequence.batch, rows.heads, tokens, SIDE)
     if SIDE.heads > 0:
         q = unheld(q_ptrs, rows.exist, side.q)

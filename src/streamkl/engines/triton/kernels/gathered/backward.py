@@ -70,7 +70,7 @@ def gathered_gradient_kernel(
     KEYS: tl.constexpr,
     WANT: tl.constexpr,
 ):
-    """DQ, dW and the query's contribution to dK: of one of the parts of a head group, one of the pieces of the columns.
+    """DQ, dW and the query's contribution to dK: of one of the parts of a head pack, one of the pieces of the columns.
 
     Head by head (``B.heads == 0``) the rows of a tile are distributions. Against a head mean they are the ``B.heads``
     heads of one distribution, ``[1, KEYS]``, which all have its derivative.
@@ -81,11 +81,11 @@ def gathered_gradient_kernel(
     work, sequence, query = my_query(counts, counts.parts * counts.pieces, support, MASK)
     column_piece = work.part % counts.pieces
     part = work.part // counts.pieces
-    heads = own_rows(part, work.head_group, query, sequence, support.nq, counts.head_groups, HEADS, ROWS)
+    heads = own_rows(part, work.head_pack, query, sequence, support.nq, counts.head_packs, HEADS, ROWS)
     rows = heads
     if not PAIRED:
-        rows = own_rows(part * 0, work.head_group, query, sequence, support.nq, counts.head_groups, 1, 1)
-    first_head = work.head_group * GROUP.pack
+        rows = own_rows(part * 0, work.head_pack, query, sequence, support.nq, counts.head_packs, 1, 1)
+    first_head = work.head_pack * GROUP.pack
     token = sequence.q_start + query
     selection = my_selection(topk, first_head, query, sequence)
     values = load_rows(stats, rows, WANT, PAIRED, True)  # [DISTRIBUTIONS]
@@ -94,7 +94,7 @@ def gathered_gradient_kernel(
 
     kv_a = first_head // A.per_kv
     if not PAIRED:
-        kv_a = work.head_group * 0  # `gathered_target` walks the key heads itself
+        kv_a = work.head_pack * 0  # `gathered_target` walks the key heads itself
     k_ptrs_a = row_pointers(a.k, sequence.batch, kv_a, sequence.k_start)
     k_ptrs_b = row_pointers(b.k, sequence.batch, first_head // B.per_kv, sequence.k_start)
     q_ptrs_a = row_pointers(a.q, sequence.batch, rows.heads * GROUP.size, token)
@@ -106,7 +106,7 @@ def gathered_gradient_kernel(
     else:
         q_a = unheld(q_ptrs_a, values.live, a.q)
     q_b = held(q_ptrs_b, finite_rows(live_heads, values.m_b, WANT.b), b.q, B, True)  # [ROWS, BLOCK]
-    w_ptr = weight_pointers(b, sequence.batch, work.head_group * B.heads, token, B)
+    w_ptr = weight_pointers(b, sequence.batch, work.head_pack * B.heads, token, B)
     w, dw = 0, 0.0
     if B.weighted:
         w = head_weights(row_pointers(b.w, sequence.batch, heads.heads, token), live_heads)  # [ROWS]
@@ -119,13 +119,13 @@ def gathered_gradient_kernel(
     if WANT.b:
         dq_b = zeros(ROWS, B.grad)
         q_columns_b = gradient_columns(q_b, piece.first_b, B, True)  # [ROWS, GRAD]
-    all_heads = counts.head_groups * GROUP.pack
+    all_heads = counts.head_packs * GROUP.pack
     dk_index_a = sequence.batch.to(tl.int64) * (all_heads // A.per_kv) + first_head // A.per_kv
     dk_index_a = dk_index_a * support.nk + sequence.k_start
     dk_index_b = sequence.batch.to(tl.int64) * (all_heads // B.per_kv) + first_head // B.per_kv
     dk_index_b = dk_index_b * support.nk + sequence.k_start
-    index_a = group_row(work.head_group, query, sequence, support.nq, counts.head_groups, GROUP)
-    stats_a = RowStatPtrs(stats.a.m + index_a, stats.a.l + index_a)
+    index_a = group_row(work.head_pack, query, sequence, support.nq, counts.head_packs, GROUP)
+    stats_a = RowStatPtrs(stats.a.m + index_a, stats.a.log2_l + index_a)
     sum_p = tl.zeros([DISTRIBUTIONS], tl.float32)
     sum_acc = tl.zeros([DISTRIBUTIONS], tl.float32)
     for first in range(0, seen, KEYS):
@@ -144,7 +144,7 @@ def gathered_gradient_kernel(
                 values.live,
                 k_a,
                 a,
-                work.head_group * GROUP.size,
+                work.head_pack * GROUP.size,
                 support.nq,
                 TARGET_ROWS,
                 A,
@@ -160,10 +160,10 @@ def gathered_gradient_kernel(
         elif B.heads <= ROWS:
             x_b = weighted_sum(head_x, w, heads.exist, ROWS, B)  # [1, KEYS]
         else:
-            q_ptr = row_pointers(b.q, sequence.batch, work.head_group * B.heads, token)
+            q_ptr = row_pointers(b.q, sequence.batch, work.head_pack * B.heads, token)
             x_b = gathered_logits(q_ptr, w_ptr, values.live, k_b, b, ROWS, B)  # [1, KEYS]
         x_b = tl.where(allowed, x_b - values.m_b[:, None], NONE)
-        tile_b = TileB(products_b, x_b, log2_probabilities(x_b, values.l_b))
+        tile_b = TileB(products_b, x_b, log2_probabilities(x_b, values.log2_l_b))
 
         if WANT.loss:
             s, acc = loss_terms(tile_a.p, tile_a.log2_p, tile_b.log2_q, GROUP)  # [DISTRIBUTIONS]

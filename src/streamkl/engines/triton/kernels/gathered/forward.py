@@ -47,13 +47,13 @@ def gathered_lse_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """``(m, ln l) [B, H, Nq]`` of one side over the selected keys; a program has one of the parts of a head group."""
+    """``(m, ln l) [B, H, Nq]`` of one side over the selected keys; a program has one of the parts of a head pack."""
     STATES: tl.constexpr = 1 if SIDE.heads > 0 else ROWS
     work, sequence, query = my_query(counts, counts.parts, support, MASK)
     rows = own_rows(
-        work.part, work.head_group, query, sequence, support.nq, counts.head_groups, GROUP.pack, STATES
+        work.part, work.head_pack, query, sequence, support.nq, counts.head_packs, GROUP.pack, STATES
     )  # fmt: skip
-    first_head = work.head_group * GROUP.pack
+    first_head = work.head_pack * GROUP.pack
     selection = my_selection(topk, first_head, query, sequence)
     seen = seen_columns(selection, sequence, support, MASK)
     token = sequence.q_start + query
@@ -95,8 +95,8 @@ def gathered_paired_kernel(
 ):
     """The divergence head by head, its mean and its row stats over selected keys: `PairedState` in registers."""
     work, sequence, query = my_query(counts, counts.parts, support, MASK)
-    rows = own_rows(work.part, work.head_group, query, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
-    first_head = work.head_group * GROUP.pack
+    rows = own_rows(work.part, work.head_pack, query, sequence, support.nq, counts.head_packs, GROUP.pack, ROWS)
+    first_head = work.head_pack * GROUP.pack
     selection = my_selection(topk, first_head, query, sequence)
     seen = seen_columns(selection, sequence, support, MASK)
     token = sequence.q_start + query
@@ -147,18 +147,18 @@ def gathered_mixture_kernel(
     The distribution of a program has ``B.heads`` heads: one, or those of an indexer.
     """
     work, sequence, query = my_query(counts, counts.parts, support, MASK)
-    row = own_rows(work.part, work.head_group, query, sequence, support.nq, counts.head_groups, 1, 1)
-    selection = my_selection(topk, work.head_group, query, sequence)
+    row = own_rows(work.part, work.head_pack, query, sequence, support.nq, counts.head_packs, 1, 1)
+    selection = my_selection(topk, work.head_pack, query, sequence)
     seen = seen_columns(selection, sequence, support, MASK)
     token = sequence.q_start + query
     exists = query < sequence.q_len
-    first_head_a = work.head_group * GROUP.size
-    first_head_b = work.head_group * B.heads
-    index_a = group_row(work.head_group, query, sequence, support.nq, counts.head_groups, GROUP)
+    first_head_a = work.head_pack * GROUP.size
+    first_head_b = work.head_pack * B.heads
+    index_a = group_row(work.head_pack, query, sequence, support.nq, counts.head_packs, GROUP)
     q_ptr_a = row_pointers(a.q, sequence.batch, first_head_a, token)
     q_ptr_b = row_pointers(b.q, sequence.batch, first_head_b, token)
-    k_ptrs_a = row_pointers(a.k, sequence.batch, work.head_group * 0, sequence.k_start)
-    k_ptrs_b = row_pointers(b.k, sequence.batch, work.head_group // B.per_kv, sequence.k_start)
+    k_ptrs_a = row_pointers(a.k, sequence.batch, work.head_pack * 0, sequence.k_start)
+    k_ptrs_b = row_pointers(b.k, sequence.batch, work.head_pack // B.per_kv, sequence.k_start)
     w_ptr = weight_pointers(b, sequence.batch, first_head_b, token, B)
     state = new_mixture(1)
     for first in range(0, seen, KEYS):
@@ -166,7 +166,7 @@ def gathered_mixture_kernel(
         keys, exist = selected_keys(selection, columns, sequence, support, MASK)  # [KEYS]
         p = gathered_target(
             q_ptr_a,
-            RowStatPtrs(stats_a.m + index_a, stats_a.l + index_a),
+            RowStatPtrs(stats_a.m + index_a, stats_a.log2_l + index_a),
             exists,
             unheld(k_ptrs_a + keys * a.k.stride_token, exist, a.k),
             a,

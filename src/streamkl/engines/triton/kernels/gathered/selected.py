@@ -29,10 +29,10 @@ COLUMNS = tl.constexpr(1024)
 def my_query(counts, parts, support, MASK: tl.constexpr):
     """The work of this program, the sequence of its query, and the query's number in it.
 
-    It is one part of the heads of a query's head group. Queries that see the most keys come first. The query is
+    It is one part of the heads of a query's head pack. Queries that see the most keys come first. The query is
     ``q_len`` for a spare program of a packed batch.
     """
-    work = my_work(counts.blocks, counts.head_groups, parts)
+    work = my_work(counts.blocks, counts.head_packs, parts)
     sequence, query = find_sequence(counts.blocks - 1 - work.block, work.batch, support, 1, 1, MASK)
     return work, sequence, query
 
@@ -40,25 +40,25 @@ def my_query(counts, parts, support, MASK: tl.constexpr):
 @triton.jit
 def own_rows(
     part,
-    head_group,
+    head_pack,
     query,
     sequence,
     nq,
-    head_groups,
+    head_packs,
     PACK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A part of a head group's heads in the rows of a tile, as in `packed_rows`."""
+    """A part of a head pack's heads in the rows of a tile, as in `packed_rows`."""
     row = part * ROWS + tl.arange(0, ROWS)
-    heads = head_group * PACK + row
-    index = (sequence.batch.to(tl.int64) * (head_groups * PACK) + heads) * nq + sequence.q_start + query
+    heads = head_pack * PACK + row
+    index = (sequence.batch.to(tl.int64) * (head_packs * PACK) + heads) * nq + sequence.q_start + query
     return Rows(query, heads, (row < PACK) & (query < sequence.q_len), index)
 
 
 @triton.jit
-def group_row(head_group, query, sequence, nq, head_groups, GROUP: tl.constexpr):
+def group_row(head_pack, query, sequence, nq, head_packs, GROUP: tl.constexpr):
     """The place of a head group's first head in the row vectors of side ``a``: `group_index` for one query."""
-    group = sequence.batch.to(tl.int64) * head_groups + head_group
+    group = sequence.batch.to(tl.int64) * head_packs + head_pack
     return group * GROUP.size * nq + sequence.q_start + query
 
 
@@ -140,7 +140,7 @@ def gathered_target(
             q = held(q_ptr + heads * side.q.stride_head, exist, side.q, SIDE, True)  # [ROWS, BLOCK]
             products = product(q, k_head, side.dim, SIDE, True)  # [ROWS, KEYS]
             m = tl.load(stats.m + heads * nq, mask=exist, other=0.0)  # [ROWS]
-            log2_l = tl.load(stats.l + heads * nq, mask=exist, other=IGNORED)  # [ROWS]
+            log2_l = tl.load(stats.log2_l + heads * nq, mask=exist, other=IGNORED)  # [ROWS]
             head_p = tl.exp2(log2_probabilities(activated(products, side.scale, SIDE) - m[:, None], log2_l))
             p += row_sum(head_p, exist, GROUP.each, ROWS)
     return tl.where(k.exist[None, :], p, 0.0)

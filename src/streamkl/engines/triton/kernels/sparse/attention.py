@@ -54,7 +54,7 @@ def sparse_attention_kernel(
     """
     work = my_work(counts.query_blocks, counts.kv_heads, counts.parts * counts.pieces)
     block = counts.query_blocks - 1 - work.block  # the queries that see the most keys first
-    kv = work.head_group
+    kv = work.head_pack
     piece = work.part % counts.pieces
     part = work.part // counts.pieces
     sequence, first_query = find_query_block(block, work.batch, counts.query_block, support, MASK)

@@ -16,26 +16,26 @@ BOOST_B = tl.constexpr(32768.0)
 
 @triton.jit
 def load_rows(stats, rows, WANT: tl.constexpr, HEADWISE: tl.constexpr, MASKED: tl.constexpr):
-    """The row vectors of a tile's rows, ``[ROWS]``; ``m_a`` and ``l_a`` head by head, ``mean`` where ``a`` wants it.
+    """The row vectors of a tile's rows, ``[ROWS]``; side ``a`` head by head, ``mean`` where it wants it.
 
     Ignored rows may hold anything, and are not live.
     """
     if MASKED:
-        l_b = tl.load(stats.b.l + rows.index, mask=rows.exist, other=IGNORED)
+        log2_l_b = tl.load(stats.b.log2_l + rows.index, mask=rows.exist, other=IGNORED)
         m_b = tl.load(stats.b.m + rows.index, mask=rows.exist, other=0.0)
         weight = tl.load(stats.weight + rows.index, mask=rows.exist, other=0.0)
     else:
-        l_b = tl.load(stats.b.l + rows.index)
+        log2_l_b = tl.load(stats.b.log2_l + rows.index)
         m_b = tl.load(stats.b.m + rows.index)
         weight = tl.load(stats.weight + rows.index)
-    live = rows.exist & ~(l_b >= IGNORED)
-    m_a, l_a, mean = m_b, l_b, weight  # not read
+    live = rows.exist & ~(log2_l_b >= IGNORED)
+    m_a, log2_l_a, mean = m_b, log2_l_b, weight  # not read
     if HEADWISE:
         m_a = tl.load(stats.a.m + rows.index, mask=live, other=0.0)
-        l_a = tl.load(stats.a.l + rows.index, mask=live, other=IGNORED)
+        log2_l_a = tl.load(stats.a.log2_l + rows.index, mask=live, other=IGNORED)
     if WANT.a:
         mean = tl.load(stats.mean + rows.index, mask=live, other=0.0)
-    return RowValues(m_a, l_a, m_b, l_b, weight, mean, live)
+    return RowValues(m_a, log2_l_a, m_b, log2_l_b, weight, mean, live)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def tile_of_a(
     if GROUP.size == 1:
         products = product(q, k, side.dim, SIDE, RAGGED)  # [ROWS, KEYS]
         x = shifted(products, values.m_a, allowed, side.scale, SIDE, MASKED)
-        log2_p = log2_probabilities(x, values.l_a)
+        log2_p = log2_probabilities(x, values.log2_l_a)
         return TileA(products, x, log2_p, tl.exp2(log2_p))
     else:
         p = target(q, stats, k, side, first_head, nq, allowed, SIDE, GROUP, MASKED)  # [ROWS, KEYS]
@@ -103,7 +103,7 @@ def tile_of_b(
     """Side ``b`` in a tile: one head, or an indexer."""
     score = scores(q, w_ptrs, k, side, SIDE, RAGGED)  # [ROWS, KEYS]
     x = shifted(score, values.m_b, allowed, side.scale, SIDE, MASKED)
-    return TileB(score, x, log2_probabilities(x, values.l_b))
+    return TileB(score, x, log2_probabilities(x, values.log2_l_b))
 
 
 @triton.jit

@@ -199,7 +199,7 @@ def target(
     """
     q_ptrs = q.ptrs
     m_ptrs = stats.m
-    l_ptrs = stats.l
+    l_ptrs = stats.log2_l
     p = zeros(q.ptrs.shape[0], k.ptrs.shape[0])  # [ROWS, KEYS]
     for n in range(GROUP.kv):
         kv = (first_head + n * GROUP.each) // SIDE.per_kv

@@ -30,4 +30,4 @@ def rows_kernel(
     if weight is not None:
         live &= tl.load(weight + (index // nq // per_weight) * nq + index % nq, mask=exist, other=0.0) != 0
     tl.store(out.m + index, tl.where(live, m, 0.0), mask=exist)
-    tl.store(out.l + index, tl.where(live, ln_l * LOG2E, IGNORED), mask=exist)
+    tl.store(out.log2_l + index, tl.where(live, ln_l * LOG2E, IGNORED), mask=exist)

@@ -14,12 +14,12 @@ from streamkl.engines.triton.kernels.groups import Rows, SequenceRange, Tiles, W
 
 
 @triton.jit
-def my_work(blocks, head_groups, parts):
+def my_work(blocks, head_packs, parts):
     """The work of this program; only grid x is long enough for all axes."""
     pid = tl.program_id(0)
     part = pid % parts
     pid = pid // parts
-    return Work(pid % blocks, pid // blocks % head_groups, pid // blocks // head_groups, part)
+    return Work(pid % blocks, pid // blocks % head_packs, pid // blocks // head_packs, part)
 
 
 @triton.jit
@@ -67,25 +67,35 @@ def find_sequence(
 @triton.jit
 def packed_rows(
     block,
-    head_group,
+    head_pack,
     sequence,
     nq,
-    head_groups,
+    head_packs,
     PACK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """A block of packed rows: ``PACK`` heads lie interleaved."""
     row = block * ROWS + tl.arange(0, ROWS)
     queries = row // PACK
-    heads = head_group * PACK + row % PACK
-    index = (sequence.batch.to(tl.int64) * (head_groups * PACK) + heads) * nq + sequence.q_start + queries
+    heads = head_pack * PACK + row % PACK
+    index = (sequence.batch.to(tl.int64) * (head_packs * PACK) + heads) * nq + sequence.q_start + queries
     return Rows(queries, heads, queries < sequence.q_len, index)
 
 
 @triton.jit
-def group_index(rows, sequence, nq, head_groups, GROUP: tl.constexpr):
+def my_rows(work, support, counts, PACK: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr):
+    """The sequence of this program's rows, their block's number inside of it, and the rows.
+
+    Programs start in order, so that the rows that see the most keys come first.
+    """
+    sequence, block = find_sequence(counts.blocks - 1 - work.block, work.batch, support, PACK, ROWS, MASK)
+    return sequence, block, packed_rows(block, work.head_pack, sequence, support.nq, counts.head_packs, PACK, ROWS)
+
+
+@triton.jit
+def group_index(rows, sequence, nq, head_packs, GROUP: tl.constexpr):
     """Places in the row vectors of side ``a``, ``[ROWS]``: those of the first head of each row's head group."""
-    group = sequence.batch.to(tl.int64) * (head_groups * GROUP.pack) + rows.heads
+    group = sequence.batch.to(tl.int64) * (head_packs * GROUP.pack) + rows.heads
     return group * GROUP.size * nq + sequence.q_start + rows.queries
 
 

@@ -1,9 +1,8 @@
-"""The backward passes.
+"""The backward pass that owns a block of keys.
 
-`keys_kernel` owns a block of keys: dK stays in registers during the walk over the rows, and dQ is accumulated in
-float32 by atomic additions, so each tile is computed once. The deterministic pair is `keys_kernel` without these
-additions and `queries_kernel`, which owns a block of rows: results do not depend on the order of programs. Either also
-sums the rows' losses for `train`.
+dK stays in registers during the walk over the rows, and dQ is accumulated in float32 by atomic additions, so each tile
+is computed once. Without these additions it is one half of the deterministic pair, of which ``queries.py`` has the
+other. Either also sums the rows' losses for `train`.
 """
 
 from __future__ import annotations
@@ -15,21 +14,14 @@ from streamkl.engines.triton.kernels.groups import (
     KeyBlock,
     KeyGradients,
     Piece,
-    QueryBlock,
-    QueryGradients,
     RowStatPtrs,
-    Tokens,
 )
 from streamkl.engines.triton.kernels.tile.gradient import (
-    BOOST_A,
-    BOOST_B,
     derivative_a,
     derivative_b,
     finite_rows,
-    gradient_factor,
     gradient_factors,
     head_derivative,
-    index_weight_divisor,
     load_rows,
     loss_terms,
     relu_threshold,
@@ -56,7 +48,6 @@ from streamkl.engines.triton.kernels.tile.tiles import (
     allowed_pairs,
     find_sequence,
     group_index,
-    key_tiles,
     my_work,
     nth_tile,
     packed_rows,
@@ -144,8 +135,8 @@ def _add_index_heads(
 def _key_pass(
     gradients,
     block,
-    head_group,
-    head_groups,
+    head_pack,
+    head_packs,
     sequence,
     tiles,
     a,
@@ -169,7 +160,7 @@ def _key_pass(
     count = tile_count(tiles, MASKED)
     for n in range(count):
         t = nth_tile(n, tiles, MASKED)
-        rows = packed_rows(t, head_group, sequence, support.nq, head_groups, GROUP.pack, ROWS)
+        rows = packed_rows(t, head_pack, sequence, support.nq, head_packs, GROUP.pack, ROWS)
         tokens = sequence.q_start + rows.queries  # [ROWS]
         allowed = rows.exist[:, None]
         if MASKED:
@@ -181,14 +172,14 @@ def _key_pass(
             q_a = held(q_ptrs_a, finite_rows(values.live, values.m_a, WANT.a), a.q, A, True)  # [ROWS, BLOCK]
         else:
             q_a = unheld(q_ptrs_a, values.live, a.q)
-        index_a = group_index(rows, sequence, support.nq, head_groups, GROUP)
+        index_a = group_index(rows, sequence, support.nq, head_packs, GROUP)
         tile_a = tile_of_a(
             q_a,
             block.k_a,
-            RowStatPtrs(stats.a.m + index_a, stats.a.l + index_a),
+            RowStatPtrs(stats.a.m + index_a, stats.a.log2_l + index_a),
             values,
             allowed,
-            head_group * GROUP.pack * GROUP.size,
+            head_pack * GROUP.pack * GROUP.size,
             support.nq,
             a,
             A,
@@ -265,7 +256,7 @@ def keys_kernel(
     KEYS: tl.constexpr,
     WANT: tl.constexpr,
 ):
-    """DK of a block of keys over the head groups that read it, and with ``WANT.dq`` their part of dQ.
+    """DK of a block of keys over the head packs that read it, and with ``WANT.dq`` their part of dQ.
 
     It computes one of the pieces of a wide gradient's columns, from one of the splits of the rows.
     """
@@ -273,7 +264,7 @@ def keys_kernel(
     part = work.part % counts.pieces
     split = work.part // counts.pieces
     sequence, key_block = find_sequence(work.block, work.batch, support, 1, KEYS, MASK, True)
-    head_groups = counts.owners * counts.span
+    head_packs = counts.owners * counts.span
     keys = key_block * KEYS + tl.arange(0, KEYS)
     exist = keys < sequence.k_len
     tokens = sequence.k_start + keys  # [KEYS]
@@ -286,12 +277,12 @@ def keys_kernel(
     if WANT.b:
         dk_b = zeros(KEYS, B.grad)
     for n in range(counts.span):
-        head_group = work.head_group * counts.span + n
-        kv_a = head_group * GROUP.pack // A.per_kv
+        head_pack = work.head_pack * counts.span + n
+        kv_a = head_pack * GROUP.pack // A.per_kv
         if GROUP.size > 1:
-            kv_a = head_group * 0  # `target` walks the key heads itself
+            kv_a = head_pack * 0  # `target` walks the key heads itself
         k_ptrs_a = row_pointers(a.k, sequence.batch, kv_a, tokens)
-        k_ptrs_b = row_pointers(b.k, sequence.batch, head_group * GROUP.pack // B.per_kv, tokens)
+        k_ptrs_b = row_pointers(b.k, sequence.batch, head_pack * GROUP.pack // B.per_kv, tokens)
         if GROUP.size > 1:
             k_a = unheld(k_ptrs_a, exist, a.k)
         else:
@@ -307,8 +298,8 @@ def keys_kernel(
             gradients = _key_pass(
                 KeyGradients(dk_a, dk_b),
                 block,
-                head_group,
-                head_groups,
+                head_pack,
+                head_packs,
                 sequence,
                 tiles,
                 a,
@@ -327,8 +318,8 @@ def keys_kernel(
                 masked,
             )
             dk_a, dk_b = gradients.dk_a, gradients.dk_b
-    first_head = work.head_group * counts.span * GROUP.pack
-    heads = head_groups * GROUP.pack
+    first_head = work.head_pack * counts.span * GROUP.pack
+    heads = head_packs * GROUP.pack
     if WANT.a:
         kv = sequence.batch.to(tl.int64) * (heads // A.per_kv) + first_head // A.per_kv
         index = kv * support.nk + tokens  # [KEYS]
@@ -337,215 +328,3 @@ def keys_kernel(
         kv = sequence.batch.to(tl.int64) * (heads // B.per_kv) + first_head // B.per_kv
         index = kv * support.nk + tokens  # [KEYS]
         store_rows(out.dk_b + index * B.dim, exist, dk_b * factors.b, piece.first_b, B.dim, B.grad, WANT.atomic_b)
-
-
-@triton.jit
-def _key_columns(k, first, SIDE: tl.constexpr, MASKED: tl.constexpr):
-    """The columns of a tile of keys for dQ, ``[KEYS, GRAD]``; held ones are finite, those read here are made so."""
-    columns = gradient_columns(k, first, SIDE, MASKED)
-    if SIDE.chunked and MASKED:
-        columns = finite(columns)
-    return columns
-
-
-@triton.jit
-def _held_keys(ptrs, exist, x, SIDE: tl.constexpr, WANTED: tl.constexpr, MASKED: tl.constexpr):
-    """A tile of keys, 0 where they are not finite if a gradient is wanted and pairs of them may not be allowed."""
-    k = held(ptrs, exist, x, SIDE, MASKED)  # [KEYS, BLOCK]
-    if SIDE.chunked:
-        return k
-    elif MASKED and WANTED:
-        return Tokens(k.ptrs, k.exist, k.stride_dim, finite(k.tile))
-    else:
-        return k
-
-
-@triton.jit
-def _query_pass(
-    gradients,
-    block,
-    values,
-    sequence,
-    tiles,
-    a,
-    b,
-    support,
-    index_divisor,
-    piece,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASK: tl.constexpr,
-    KEYS: tl.constexpr,
-    WANT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Adds the contribution of the full tiles of keys, or of the masked ones, to dQ; for an indexer, of one head."""
-    dq_a = gradients.dq_a
-    dq_b = gradients.dq_b
-    dw = gradients.dw
-    sum_p = gradients.sum_p
-    sum_acc = gradients.sum_acc
-    count = tile_count(tiles, MASKED)
-    for n in range(count):
-        keys = nth_tile(n, tiles, MASKED) * KEYS + tl.arange(0, KEYS)  # [KEYS]
-        exist = keys < sequence.k_len
-        allowed = exist[None, :]
-        if MASKED:
-            allowed = allowed_pairs(block.queries, keys, sequence, support, MASK)  # [ROWS, KEYS]
-        k_ptrs_a = block.k_ptrs_a + keys.to(tl.int64) * a.k.stride_token
-        if GROUP.size == 1:
-            k_a = _held_keys(k_ptrs_a, exist, a.k, A, WANT.a, MASKED)
-        else:
-            k_a = unheld(k_ptrs_a, exist, a.k)
-        tile_a = tile_of_a(
-            block.q_a, k_a, block.stats_a, values, allowed, block.first_head, support.nq, a, A, GROUP, MASKED, MASKED
-        )
-        k_ptrs_b = block.k_ptrs_b + keys.to(tl.int64) * b.k.stride_token
-        k_b = _held_keys(k_ptrs_b, exist, b.k, B, WANT.b, MASKED)
-        tile_b = tile_of_b(block.q_b, block.w_ptrs, k_b, values, allowed, b, B, MASKED, MASKED)
-
-        if WANT.loss:
-            s, acc = loss_terms(tile_a.p, tile_a.log2_p, tile_b.log2_q, GROUP)  # [ROWS]
-            sum_p += s
-            sum_acc += acc
-        if WANT.a:
-            d = derivative_a(tile_a, tile_b, values, allowed, a, A)  # [ROWS, KEYS]
-            dq_a = dot_add(d, _key_columns(k_a, piece.first_a, A, MASKED), dq_a, A.upcast)  # [ROWS, GRAD]
-        if WANT.b:
-            d = derivative_b(tile_a, tile_b, values, allowed, b, B, GROUP)  # [ROWS, KEYS]
-            if B.heads > 0:
-                products = product(block.q_head, k_b, b.dim, B, MASKED)  # [ROWS, KEYS]
-                head_x = activated(products, b.scale, B)
-                if B.weighted:
-                    dw += weight_terms(d, head_x, allowed, MASKED)
-                d = head_derivative(
-                    d,
-                    head_x,
-                    block.w_head,
-                    relu_threshold(values.m_b),
-                    index_divisor,
-                    block.q_head.ptrs.dtype.element_ty,
-                    B,
-                )
-            dq_b = dot_add(d, _key_columns(k_b, piece.first_b, B, MASKED), dq_b, B.upcast)  # [ROWS, GRAD]
-    return QueryGradients(dq_a, dq_b, dw, sum_p, sum_acc)
-
-
-@triton.jit
-def queries_kernel(
-    a,
-    b,
-    stats,
-    support,
-    out,
-    counts,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASK: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WANT: tl.constexpr,
-):
-    """DQ of a block of packed rows: one of the pieces of its columns, from one of the splits of the keys.
-
-    ``dq`` is ``[splits, B, heads, Nq, D]``, the sums of a loss are ``[splits, B, R, Nq]``. Each head of an indexer has
-    a program of its own, which computes dW of its head as well.
-    """
-    HEADS: tl.constexpr = max(B.heads, 1)
-    dtype_a: tl.constexpr = a.q.ptr.dtype.element_ty
-    dtype_b: tl.constexpr = b.q.ptr.dtype.element_ty
-    work = my_work(counts.blocks, counts.head_groups, counts.pieces * HEADS * counts.splits)
-    part = work.part % counts.pieces
-    head = work.part // counts.pieces % HEADS
-    split = work.part // counts.pieces // HEADS
-    row_block = counts.blocks - 1 - work.block  # the rows that see the most keys first
-    sequence, row_block = find_sequence(row_block, work.batch, support, GROUP.pack, ROWS, MASK)
-    rows = packed_rows(row_block, work.head_group, sequence, support.nq, counts.head_groups, GROUP.pack, ROWS)
-    tokens = sequence.q_start + rows.queries  # [ROWS]
-    index_a = group_index(rows, sequence, support.nq, counts.head_groups, GROUP)
-    values = load_rows(stats, rows, WANT, GROUP.size == 1, True)
-    q_ptrs_a = row_pointers(a.q, sequence.batch, rows.heads * GROUP.size, tokens)
-    q_ptrs_b = row_pointers(b.q, sequence.batch, rows.heads, tokens)
-    kv_a = work.head_group * GROUP.pack // A.per_kv
-    if GROUP.size > 1:
-        kv_a = work.head_group * 0  # `target` walks the key heads itself
-    k_ptrs_a = row_pointers(a.k, sequence.batch, kv_a, sequence.k_start)
-    k_ptrs_b = row_pointers(b.k, sequence.batch, work.head_group * GROUP.pack // B.per_kv, sequence.k_start)
-    if GROUP.size > 1:
-        q_a = unheld(q_ptrs_a, values.live, a.q)
-    else:
-        q_a = held(q_ptrs_a, values.live, a.q, A, True)  # [ROWS, BLOCK]
-    q_head = held(q_ptrs_b + head.to(tl.int64) * b.q.stride_head, values.live, b.q, B, True)  # [ROWS, BLOCK]
-    if B.heads > 0:
-        q_b = unheld(q_ptrs_b, values.live, b.q)
-    else:
-        q_b = q_head
-    w_ptrs = weight_pointers(b, sequence.batch, rows.heads, tokens, B)
-    w_head, dw = values.weight, 0.0
-    if B.weighted:
-        w_head = head_weights(w_ptrs + head.to(tl.int64) * b.w.stride_head, values.live)  # [ROWS]
-        dw = tl.zeros([ROWS], tl.float32)
-    index_divisor = index_weight_divisor(stats.index_divisor, dtype_b, B)
-    piece = Piece(part * A.grad, part * B.grad, part == 0)
-    dq_a, dq_b = 0.0, 0.0
-    if WANT.a:
-        dq_a = zeros(ROWS, A.grad)
-    if WANT.b:
-        dq_b = zeros(ROWS, B.grad)
-    zero = tl.zeros([ROWS], tl.float32)
-    block = QueryBlock(
-        rows.queries,
-        q_a,
-        q_b,
-        q_head,
-        w_ptrs,
-        w_head,
-        k_ptrs_a,
-        k_ptrs_b,
-        RowStatPtrs(stats.a.m + index_a, stats.a.l + index_a),
-        work.head_group * GROUP.pack * GROUP.size,
-    )
-    tiles = key_tiles(row_block, sequence, support, split, counts.splits, GROUP.pack, ROWS, KEYS, MASK)
-    gradients = QueryGradients(dq_a, dq_b, dw, zero, zero)
-    for masked in tl.static_range(2):
-        gradients = _query_pass(
-            gradients,
-            block,
-            values,
-            sequence,
-            tiles,
-            a,
-            b,
-            support,
-            index_divisor,
-            piece,
-            A,
-            B,
-            GROUP,
-            MASK,
-            KEYS,
-            WANT,
-            masked,
-        )
-    index = split.to(tl.int64) * counts.rows + rows.index
-    if WANT.loss:
-        stored = rows.exist & piece.is_first & (head == 0)
-        tl.store(out.sum_p + index, tl.where(values.live, gradients.sum_p, 0.0), mask=stored)
-        tl.store(out.sum_acc + index, tl.where(values.live, gradients.sum_acc, 0.0), mask=stored)
-    if WANT.a:
-        factor = gradient_factor(a.scale, stats.weight_divisor, dtype_a, BOOST_A, WANT.half)
-        dq_a = tl.where(values.live[:, None], gradients.dq_a * factor, 0.0)
-        store_rows(out.dq_a + index * A.dim, rows.exist, dq_a, piece.first_a, A.dim, A.grad, False)
-    if B.heads > 0:
-        index = (split.to(tl.int64) * counts.rows + sequence.batch.to(tl.int64) * support.nq) * B.heads
-        index += (head.to(tl.int64) * support.nq + sequence.q_start) + rows.queries
-        if B.weighted:
-            factor = gradient_factor(1.0, stats.weight_divisor, tl.float32, BOOST_B, WANT.half)
-            dw = tl.where(values.live, gradients.dw * factor, 0.0)
-            tl.store(out.dw_b + index, dw.to(out.dw_b.dtype.element_ty), mask=rows.exist & piece.is_first)
-    if WANT.b:
-        factor = gradient_factor(b.scale, stats.weight_divisor, dtype_b, BOOST_B, WANT.half) * index_divisor
-        dq_b = tl.where(values.live[:, None], gradients.dq_b * factor, 0.0)
-        store_rows(out.dq_b + index * B.dim, rows.exist, dq_b, piece.first_b, B.dim, B.grad, False)
