@@ -7,7 +7,6 @@ operators are those of this process (`Operators`), or run on the shards of one s
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,12 +53,12 @@ def attention_kl(
     divergence: str,
     reduction: str,
     backend: str,
-    operators: Any = None,
+    operators: Operators | None = None,
 ) -> Tensor:
     """The loss of ``api.attention_kl`` or ``api.indexer_kl``; row losses come back ``[B, R, Nq]``.
 
-    An indexer always takes the path of a mixture, even if its teacher has one head. ``operators`` are `Operators` or
-    have their methods.
+    An indexer always takes the path of a mixture, even if its teacher has one head. ``operators`` are those
+    of this process unless others are given.
     """
     _load_sharding_rules()
     operators = Operators() if operators is None else operators
@@ -156,7 +155,7 @@ def row_stats(
 
 
 def _teacher_row_stats(
-    lse: Tensor | None, tensors: Tensors, options: Options, dtype: torch.dtype, operators: Any
+    lse: Tensor | None, tensors: Tensors, options: Options, dtype: torch.dtype, operators: Operators
 ) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of side ``a``, by a pass or from the caller's log-sum-exp.
 

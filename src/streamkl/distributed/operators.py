@@ -12,13 +12,13 @@ from torch import Tensor
 from streamkl import validation
 from streamkl.distributed.gathering import Gathered, KeyGradient, total
 from streamkl.distributed.layout import HeadTail, Segment, segments
-from streamkl.loss import row_stats
+from streamkl.loss import Operators, row_stats
 from streamkl.ops import Options, Tensors
 from streamkl.problem import Inputs, compute_dtype
 from streamkl.state import RowStats
 
 
-class ShardedOperators:
+class ShardedOperators(Operators):
     """`streamkl.loss.Operators` for queries and keys that are sharded by tokens.
 
     Row vectors are those of this rank's queries. The gradient of keys is added over segments and ranks in the dtype of

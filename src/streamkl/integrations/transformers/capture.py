@@ -48,7 +48,7 @@ def capture_attention(
         ValueError: There is no model of transformers, or it has no such layer. In a forward: the mask is not causal
             attention within sequences, or the softmax has a soft cap, sinks or a bias.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from streamkl import attention_lse
         >>> from streamkl.integrations.transformers import capture_attention

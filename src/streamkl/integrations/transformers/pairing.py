@@ -25,7 +25,7 @@ def paired_layers(layers: Layers, student: Sequence[int], teacher: Sequence[int]
     Raises:
         ValueError: There is no such pairing.
 
-    Example:
+    Examples:
         >>> from streamkl.integrations.transformers.pairing import paired_layers
         >>> paired_layers("uniform", range(3), range(6)), paired_layers("last", range(3), range(6))
         ({0: 1, 1: 3, 2: 5}, {2: 5})

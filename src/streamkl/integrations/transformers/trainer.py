@@ -30,7 +30,7 @@ class AttentionDistillation:
         log_layers: Whether the KL of each layer is logged, too, as ``attention_kl_layer_3``.
         kwargs: Of the trainer.
 
-    Example:
+    Examples:
         >>> from streamkl.integrations.transformers import AttentionDistillation
         >>> from transformers import Trainer
         >>> class DistillingTrainer(AttentionDistillation, Trainer):
