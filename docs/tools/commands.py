@@ -1,8 +1,12 @@
-"""A Markdown extension: the line ``<!-- commands -->`` becomes a reference of the command line, from its own help."""
+"""A Markdown extension: references that are made from the help of the command line.
+
+The line ``<!-- commands -->`` becomes every command, ``<!-- settings -->`` the fields of a distillation's settings.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from typing import Any
 
 import typer
@@ -11,13 +15,26 @@ from markdown.extensions import Extension
 from markdown.preprocessors import Preprocessor
 
 from streamkl.cli import app
-
-MARK = "<!-- commands -->"
+from streamkl.distillation.settings import NEEDED, Settings
 
 
 def reference() -> str:
     """Every command of ``streamkl`` in Markdown: what it does, how it is called, its arguments and options."""
     return "\n".join(_group(typer.main.get_command(app), "streamkl"))
+
+
+def settings() -> str:
+    """Every field of the settings of a distillation in Markdown: its type, default and meaning."""
+    rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for field in fields(Settings):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        shown = "required" if field.name in NEEDED else f"`{default!r}`"
+        rows.append(f"| `{field.name}` | `{field.type}` | {shown} | {_prose(field.metadata['help'])} |")
+    return "\n".join(rows)
+
+
+MARKS = {"<!-- commands -->": reference, "<!-- settings -->": settings}
+"""The lines that are replaced, and by what."""
 
 
 def _group(group: Any, path: str) -> Iterator[str]:
@@ -73,11 +90,12 @@ def _prose(text: str) -> str:
 
 class _Commands(Preprocessor):
     def run(self, lines: list[str]) -> list[str]:
-        return [part for line in lines for part in (reference().split("\n") if line.strip() == MARK else [line])]
+        parts = (MARKS[line.strip()]().split("\n") if line.strip() in MARKS else [line] for line in lines)
+        return [line for part in parts for line in part]
 
 
 class Commands(Extension):
-    """Expands the mark before anything else reads the page."""
+    """Expands the marks before anything else reads the page."""
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (the name is Markdown's)
         """Adds the preprocessor."""

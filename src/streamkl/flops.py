@@ -1,7 +1,7 @@
 """FLOP formulas for ``torch.utils.flop_counter``: products over the allowed pairs, two FLOPs per multiply-add.
 
-``import streamkl.flops`` registers them; do so before a ``FlopCounterMode`` is made. It is not part of ``import
-streamkl``, because the counter loads triton.
+``import streamkl.flops`` registers them; do so before a ``FlopCounterMode`` is made. ``import streamkl`` leaves it out,
+because the counter loads triton.
 """
 
 from __future__ import annotations

@@ -18,7 +18,11 @@ COST_BASELINES = ("sdpa", "products", "student")
 of StreamKL's time."""
 
 STEADY = 0.15
-"""How far a baseline may move between the parts of a run (`Record.drift`) for a headline to be made of it."""
+"""How far a baseline may move between the parts of a run (`Record.drift`) for a headline to be made of it.
+Tables have every cell, with its spread."""
+
+PARTS = {"forward": ("forward",), "backward": ("forward", "training"), "training": ("training",)}
+"""The directions that each part of `speedups` is made of."""
 
 Times = dict[tuple[str, int], Record]
 """The records of a cell, by implementation and threads."""
@@ -76,11 +80,11 @@ def compact(records: list[Record]) -> Iterator[Table]:
         name_of = _namer(group)
         others = [name for name, _ in entries if name != "streamkl"] if len({n for _, n in entries}) == 1 else []
         ratios = [("streamkl", name) if name in COST_BASELINES else (name, "streamkl") for name in others]
-        columns = ["tokens x heads x dim", *(f"{name_of(*entry)} (ms)" for entry in entries)]
+        columns = ["tokens x heads x dim", *(f"{name_of(*entry)}, ms (spread)" for entry in entries)]
         table = Table(kind, [*columns, *map(" / ".join, ratios), "MB added"])
         for cell, times in by_cell(group).items():
             found = [times.get(entry) for entry in entries]
-            row = [cell_name(cell), *(_number(r.median * 1e3) if r is not None and r.seconds else "-" for r in found)]
+            row = [cell_name(cell), *(_milliseconds(r) for r in found)]
             row += [_number(ratio(times, *pair)) for pair in ratios]
             ours = [r.extra_bytes for (name, _), r in times.items() if name == "streamkl"]
             table.rows.append([*row, _megabytes(ours[-1]) if ours else ""])
@@ -173,37 +177,40 @@ def _backward(training: Times, forward: Times, name: str) -> float | None:
     return None
 
 
+def _headline(title: str, values: dict[Cell, float], baselines: dict[Cell, list[Record]], told: str) -> list[str]:
+    """The line of a figure: ``told`` after its title, or why not, if a baseline moved during the run in some cell."""
+    if not values:
+        return []
+    worst = max(((r.drift, r.implementation, cell) for cell in values for r in baselines[cell]), key=lambda x: x[0])
+    moved, name, cell = worst
+    if moved <= STEADY:
+        return [f"{title}: {told}"]
+    return [
+        f"{title}: no headline, for {name} moved by {100 * moved:.3g}% during the run at {cell_name(cell)}; "
+        f"{STEADY:.0%} is allowed"
+    ]
+
+
 def _ratios(title: str, cells: dict[Cell, Times], one: str, other: str) -> list[str]:
     if any(len({threads for _, threads in times}) > 1 for times in cells.values()):
         return []
     values = {cell: value for cell, times in cells.items() if (value := ratio(times, one, other)) is not None}
-    if not values:
-        return []
     baseline = one if other == "streamkl" else other
-    moved = {c: max(r.drift for (name, _), r in cells[c].items() if name == baseline) for c in values}
-    worst = max(moved, key=moved.__getitem__)
-    if moved[worst] > STEADY:
-        return [
-            f"{title}: no headline, for {baseline} moved by {moved[worst]:.0%} during the run at {cell_name(worst)}; "
-            f"{STEADY:.0%} is allowed"
-        ]
-    return [f"{title}: {_spread(values)}"]
+    return _headline(title, values, {cell: _of(cells[cell], baseline) for cell in values}, _range(values))
 
 
 def _threading(kind: str, cells: dict[Cell, Times]) -> list[str]:
-    """The speed-up by more threads."""
+    """The speed-up by more threads, relative to the fewest."""
     lines = []
     counts = sorted({threads for times in cells.values() for _, threads in times})
     for name in dict.fromkeys(name for times in cells.values() for name, _ in times):
-        values = {}
+        values, baselines = {}, {}
         for cell, times in cells.items():
             few, many = (times.get((name, n)) for n in (counts[0], counts[-1]))
-            if few is not many and few is not None and many is not None:
-                values[cell] = _over(few, many)
-        values = {cell: value for cell, value in values.items() if value is not None}
-        if values:
-            title = f"{kind}: {name} on {threads_name(counts[-1])} instead of {counts[0]} is faster by"
-            lines.append(f"{title} {_spread(values)}")
+            if few is not many and few is not None and many is not None and (value := _over(few, many)) is not None:
+                values[cell], baselines[cell] = value, [few]
+        title = f"{kind}: speed-up of {name} by {threads_name(counts[-1])} instead of {counts[0]}"
+        lines += _headline(title, values, baselines, _range(values))
     return lines
 
 
@@ -211,11 +218,13 @@ def _against_eager(cells: dict[Cell, Times]) -> list[str]:
     lines = []
     found = {cell: values for cell, values in speedups(cells).items() if "forward" in values}
     for dim in sorted({cell.dims[0] for cell in found}, reverse=True):
-        for part in ("forward", "backward", "training"):
+        for part, directions in PARTS.items():
             values = {c: v[part] for c, v in found.items() if part in v and c.dims[0] == dim}
-            if values:
-                each = ", ".join(f"{_number(value)}x at {c.tokens:,}" for c, value in values.items())
-                lines.append(f"eager / streamkl, {part}, D = {dim}: {each}")
+            baselines = {
+                c: [r for d in directions for r in _of(cells[replace(c, direction=d)], "eager")] for c in values
+            }
+            told = ", ".join(f"{_number(value)}x at {c.tokens:,}" for c, value in values.items())
+            lines += _headline(f"eager / streamkl, {part}, D = {dim}", values, baselines, told)
     return lines
 
 
@@ -232,11 +241,12 @@ def _indexers(cells: dict[Cell, Times]) -> list[str]:
             value = ratio(times, one, other)
             if value is None:
                 continue
-            line = f"{cell_name(cell)}: {one} / {other} {_number(value)} of the time"
+            title = f"{cell_name(cell)}: {one} / {other}"
+            lines += _headline(title, {cell: value}, {cell: _of(times, name)}, _number(value))
             added, ours = (times[who, threads].extra_bytes for who in (name, "streamkl"))
             if added and ours:
-                line += f", {name} adds {_megabytes(added)} MB, streamkl {_megabytes(ours)}: {_number(added / ours)}x"
-            lines.append(line)
+                memory = f"{name} adds {_megabytes(added)} MB, streamkl {_megabytes(ours)} MB"
+                lines.append(f"{cell_name(cell)}: {memory}, {_number(added / ours)}x less")
     return lines
 
 
@@ -260,7 +270,23 @@ def _over(one: Record, other: Record) -> float | None:
     return one.median / other.median if one.seconds and other.seconds else None
 
 
-def _spread(values: dict[Cell, float]) -> str:
+def _of(times: Times, name: str) -> list[Record]:
+    """The records of an implementation that ran."""
+    return [record for (who, _), record in times.items() if who == name and record.seconds]
+
+
+def _milliseconds(record: Record | None) -> str:
+    """Median and spread for a table."""
+    if record is None or not record.seconds:
+        return "-"
+    spread = f" ({_number(record.spread * 1e3)})" if len(record.seconds) > 1 else ""
+    return _number(record.median * 1e3) + spread
+
+
+def _range(values: dict[Cell, float]) -> str:
+    """The mean over cells, and the ends."""
+    if not values:
+        return ""
     mean = statistics.geometric_mean(values.values())
     if len(values) == 1:
         return _number(mean)

@@ -1,4 +1,4 @@
-"""The settings of a distillation run: one dataclass, for the flags of the command and the keys of a YAML file."""
+"""Settings of distillation: one dataclass, for the flags of the command and the keys of a YAML file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _setting(default: Any, what: str) -> Any:
 
 @dataclass
 class Settings:
-    """A distillation run. Every field is a flag of ``streamkl distill`` and a key of its YAML file."""
+    """The settings of a distillation run. Every field is a flag of ``streamkl distill`` and a key of its YAML file."""
 
     model: str = _setting("", "The frozen model: a folder, or a name on the hub.")
     text: list[str] = _setting(  # noqa: RUF009

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 from matplotlib.font_manager import FontProperties
+from matplotlib.transforms import ScaledTranslation, Transform
 
 from streamkl.evaluation.methods import DENSE, Method
 from streamkl.evaluation.statistics import Estimate
@@ -31,8 +32,8 @@ TICKS = 7
 """The most ticks of a time axis."""
 WIDEST = 25.0
 """The widest interval of a rate's gap that is drawn, in points: beyond it a bar says nothing (about 60 contexts)."""
-APART = 1.4
-"""How far lines of a rate are drawn apart, in points, where several methods give all answers right."""
+APART = 4.0
+"""How far lines are drawn apart, sideways and in points of the page, so that equal results do not hide one another."""
 GAPS = {"oracle": "oracle gap", "indexer": "indexer gap", "realization": "realization gap"}
 
 
@@ -62,10 +63,8 @@ def quality(figures: list[Figure]) -> Picture | None:
     for task, length, axes in grid:
         here = [f for f in figures if (f.task, f.length) == (task, length)]
         budgets = sorted({f.method.topk for f in here if f.method != DENSE})
-        lines = _lines(here)
-        for n, points in enumerate(lines):
-            shift = 1.02 ** (n - (len(lines) - 1) / 2)  # so that intervals do not hide one another
-            _line(axes, [f.method.topk * shift for f in points], [_shown(f) for f in points], points[0].method, figures)
+        for points in _lines(here):
+            _line(axes, [f.method.topk for f in points], points, here, figures)
         _dense(axes, here, task)
         axes.set_xscale("log", base=2)
         axes.set_xticks(budgets, [str(budget) for budget in budgets])
@@ -86,7 +85,7 @@ def frontier(figures: list[Figure]) -> Picture | None:
     for task, length, axes in grid:
         here = [f for f in figures if (f.task, f.length) == (task, length)]
         for points in _lines(here):
-            _line(axes, [f.seconds for f in points], [_apart(f, here) for f in points], points[0].method, figures)
+            _line(axes, [f.seconds for f in points], points, here, figures)
         for f in here:
             if f.method == DENSE:
                 axes.plot(f.seconds, _shown(f).value, "*", color="black", markersize=12, label="dense", zorder=5)
@@ -110,7 +109,10 @@ def _name_budgets(axes: Axes, here: list[Figure], figures: list[Figure]) -> None
     """Writes the smallest and the largest budget of each line beside its point, where there is room for it."""
     ends = [f for points in _lines(here) for f in (points[0], points[-1])[: len(points)]]
     to_points = 72 / axes.figure.dpi
-    places = {f.method: axes.transData.transform((f.seconds, _apart(f, here).value)) * to_points for f in here}
+    places = {}
+    for f in here:
+        x, y = axes.transData.transform((f.seconds, _shown(f).value)) * to_points
+        places[f.method] = (x + _dodge(f, here), y)
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in places.values()]
     for f in sorted(ends, key=lambda f: f.seconds):
         (x, y), text = places[f.method], str(f.method.topk)
@@ -119,8 +121,8 @@ def _name_budgets(axes: Axes, here: list[Figure], figures: list[Figure]) -> None
         n = next(free, 0)
         taken.append(boxes[n])
         axes.annotate(
-            text, (f.seconds, _apart(f, here).value), textcoords="offset points", xytext=BESIDE[n], fontsize=7,
-            color=_style(f.method, figures)[0],
+            text, (f.seconds, _shown(f).value), textcoords="offset points", fontsize=7,
+            xytext=(BESIDE[n][0] + _dodge(f, here), BESIDE[n][1]), color=_style(f.method, figures)[0],
         )  # fmt: skip
 
 
@@ -216,15 +218,11 @@ def _shown(f: Figure) -> Estimate:
     return (f.change if f.task == "perplexity" else f.quality).scaled(100)
 
 
-def _apart(f: Figure, here: list[Figure]) -> Estimate:
-    """As `_shown`, rates of different lines a little apart, so that markers at 100% do not hide one another."""
-    shown = _shown(f)
-    if f.task == "perplexity" or f.method == DENSE:
-        return shown
+def _dodge(f: Figure, here: list[Figure]) -> float:
+    """How far a point is drawn to the right of its place, in points of the page; what it stands for stays its data."""
     lines = _lines(here)
-    number = next(n for n, points in enumerate(lines) if f in points)
-    shift = APART * (number - (len(lines) - 1) / 2)
-    return Estimate(shown.value + shift, shown.low + shift, shown.high + shift)
+    number = next((n for n, points in enumerate(lines) if f in points), None)
+    return 0.0 if number is None else APART * (number - (len(lines) - 1) / 2)
 
 
 def _dense(axes: Axes, here: list[Figure], task: str, label: str | None = "dense") -> None:
@@ -245,15 +243,22 @@ def _dense(axes: Axes, here: list[Figure], task: str, label: str | None = "dense
         axes.set_ylim(-3, 103)
 
 
-def _line(axes: Axes, x: list[float], y: list[Estimate], method: Method, figures: list[Figure]) -> None:
+def _line(axes: Axes, x: Sequence[float], points: list[Figure], here: list[Figure], figures: list[Figure]) -> None:
+    """The line of one selector and query block, with intervals."""
+    method, estimates = points[0].method, [_shown(f) for f in points]
     colour, marker, style = _style(method, figures)
     label = f"{NAMES.get(method.selector, method.selector)}, {_sharing(method.query_block)}"
     filled = colour if method.query_block == 1 else "white"
+    sideways = ScaledTranslation(_dodge(points[0], here) / 72, 0, axes.figure.dpi_scale_trans)
+    place = axes.transData + sideways
     axes.plot(
-        x, [e.value for e in y], marker=marker, linestyle=style, color=colour, markerfacecolor=filled, label=label
-    )
-    for at, estimate in zip(x, y, strict=True):
-        _interval(axes, at, estimate, colour)
+        x, [e.value for e in estimates], marker=marker, linestyle=style, color=colour, markerfacecolor=filled,
+        label=label, transform=place,
+    )  # fmt: skip
+    for at, estimate in zip(x, estimates, strict=True):
+        _interval(axes, at, estimate, colour, place)
+        ends = (end for end in estimate if math.isfinite(end))
+        axes.update_datalim([(at, end) for end in ends])  # which a line with a place of its own does not do
 
 
 def _style(method: Method, figures: list[Figure]) -> tuple[str, str, str]:
@@ -264,9 +269,9 @@ def _style(method: Method, figures: list[Figure]) -> tuple[str, str, str]:
     return colours[method.selector], "osD^v"[n % 5], ("-", "--", ":", "-.")[n % 4]
 
 
-def _interval(axes: Axes, x: float, e: Estimate, colour: str) -> None:
+def _interval(axes: Axes, x: float, e: Estimate, colour: str, place: Transform | None = None) -> None:
     if math.isfinite(e.low) and math.isfinite(e.high):
-        axes.plot([x, x], [e.low, e.high], color=colour, linewidth=1, alpha=0.6)
+        axes.plot([x, x], [e.low, e.high], color=colour, linewidth=1, alpha=0.6, transform=place or axes.transData)
 
 
 def _seconds_axis(axes: Axes, seconds: list[float]) -> None:

@@ -20,9 +20,12 @@ SelectionBackend = Literal["auto", "triton", "cpu", "tiled"]
 
 
 class IndexTensors(NamedTuple):
-    """An indexer's tensors: ``index_q [B, J, N, D]``, ``index_k [B, N, D]``, ``index_w [B, N, J]`` or ``None``.
+    """An indexer's tensors, as `indexer_kl` and `index_topk` take them.
 
-    Packed: ``[T, J, D]``, ``[T, D]``, ``[T, J]``.
+    Attributes:
+        index_q: ``[B, J, N, D]``, or packed ``[T, J, D]``.
+        index_k: ``[B, N, D]``, or packed ``[T, D]``: one key for all ``J`` heads.
+        index_w: ``[B, N, J]``, or packed ``[T, J]``: the heads' weights; ``None`` for 1.
     """
 
     index_q: Tensor

@@ -41,8 +41,8 @@ def sparse_attention(
         indices: ``[B, query_blocks, K]``, packed ``[query_blocks, K]``, int32 or int64: the selected keys, as
             `index_topk` and `oracle_topk` return them: in any order, no key twice, padded with -1, in a packed batch
             counted from the first key of the sequence. A key that a query may not see is hidden from that query only.
-        query_block: How many consecutive queries of a sequence share their top-k; ``query_blocks = ceil(Nq /
-            query_block)``, in a packed batch the blocks of the sequences one after another.
+        query_block: How many consecutive queries of a sequence share their top-k. There are ``ceil(Nq / query_block)``
+            query blocks, in a packed batch those of the sequences one after another.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.

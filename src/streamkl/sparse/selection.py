@@ -64,8 +64,8 @@ def index_topk(
         backend: ``"auto"`` takes the fastest engine that can run. A named one is used or raises, and never falls back.
 
     Returns:
-        ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, int32, where ``query_blocks = ceil(Nq /
-        query_block)``, in a packed batch the blocks of the sequences one after another. With ``query_block = 1`` it is
+        ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, int32. There are ``ceil(Nq / query_block)`` query
+        blocks, in a packed batch those of the sequences one after another. With ``query_block = 1`` it is
         ``[B, Nq, topk]``, as ``indexer_kl`` takes ``topk_indices``. Keys of a packed batch are counted from the first
         of their sequence. Best first, so that the first columns are a smaller top-k. Equal scores go by lower index: a
         relu scores many keys 0. Padded with -1 where fewer than ``topk`` keys are seen. A score of nan or ``-inf`` is
@@ -113,7 +113,7 @@ def oracle_topk(
 ) -> Tensor:
     """The keys that attention attends to most, by the head mean of its softmax, streaming: the oracle.
 
-    No selection of ``topk`` keys for all heads holds more of the attention's mass.
+    No selection of ``topk`` keys for all heads covers more of the attention.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.

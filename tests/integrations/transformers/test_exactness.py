@@ -176,6 +176,7 @@ def test_greedy_tokens_do_not_depend_on_padding_or_on_chunks(family) -> None:
     assert torch.equal(chunked[0, TOKENS:], together[1])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_sparse_with_enough_keys_is_dense_in_every_kind_of_call(smol, dense_of) -> None:
     model, tokenizer = smol

@@ -146,6 +146,7 @@ def test_a_copy_of_a_model_has_indexers_of_its_own() -> None:
     assert torch.equal(model(ids).logits, logits)
 
 
+@pytest.mark.slow
 def test_generate_beam_search_and_a_pipeline_run_on_a_real_model(smol) -> None:
     model, tokenizer = smol
     prompt = "The secret number is 4821. The weather in Paris was fine. Again, the secret number is"

@@ -118,8 +118,8 @@ def sparsify(
     """Makes a model attend to selected keys, under the attention implementation ``streamkl_sparse``.
 
     ``model.set_attn_implementation("sdpa")`` makes it dense again, bit for bit, and ``"streamkl_sparse"`` sparse.
-    ``"streamkl_oracle"``, ``"streamkl_window"`` (recency) and ``"streamkl_random"`` select as many keys by other
-    policies; ``"streamkl_dense"`` attends to all keys and calls watchers.
+    ``"streamkl_oracle"``, ``"streamkl_window"`` (the window baseline) and ``"streamkl_random"`` select as many keys by
+    other policies; ``"streamkl_dense"`` attends to all keys and calls watchers.
 
     Args:
         model: A causal language model of transformers, of a known family.

@@ -1,4 +1,4 @@
-"""The known families of models, one small file each; ``docs/transformers.md`` says how to add one."""
+"""The known families of models, one small file each; ``docs/how-to/add-a-family.md`` says how to add one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def family_of(config: Any) -> Family:
         raise ValueError(
             f"no family of models is known for model_type {config.model_type!r}: there are "
             f"{', '.join(sorted({family.name for family in FAMILIES.values()}))}; "
-            f"docs/transformers.md says how to add one"
+            f"register_family adds one (docs/how-to/add-a-family.md)"
         )
     return FAMILIES[config.model_type]
 
