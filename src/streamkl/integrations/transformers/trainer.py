@@ -34,7 +34,7 @@ class AttentionDistillation:
         >>> from streamkl.integrations.transformers import AttentionDistillation
         >>> from transformers import Trainer
         >>> class DistillingTrainer(AttentionDistillation, Trainer):
-        ...     "Takes ``distiller=AttentionDistiller(student, teacher)`` beside Trainer's arguments."
+        ...     "Takes distiller=AttentionDistiller(student, teacher) beside Trainer's arguments."
     """
 
     def __init__(
