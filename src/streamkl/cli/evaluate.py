@@ -56,7 +56,7 @@ def oracle(
     encoding: Encoding = "utf-8",
     output: Output = Path("oracle-report"),
 ) -> None:
-    """Measures how sparse a model can be: the oracle's keys, with recency and random keys as baselines.
+    """Measures how sparse a model can be: the oracle's keys, with a window and random keys as baselines.
 
     Needs no training. It can be interrupted; the same command resumes it.
     """

@@ -23,7 +23,7 @@ COLOURS = {"oracle": "#1f77b4", "window": "#d95f02", "random": "#7f7f7f"}
 MORE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#66a61e")
 """Colours of selectors, and of folders of indexers."""
 
-NAMES = {"oracle": "oracle", "window": "recency (window + sinks)", "random": "random"}
+NAMES = {"oracle": "oracle", "window": "window baseline", "random": "random"}
 TASKS = {"needle": "needle", "multikey": "multi-key needle", "tracking": "variable tracking"}
 PANELS = {"recall": "recall of the oracle's keys", "mass": "attention mass on selected keys"}
 BESIDE = ((4, 4), (4, -10), (-16, 4), (-16, -10), (4, 12), (-16, 12), (-6, 20), (4, -18), (-16, -18))
