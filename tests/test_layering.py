@@ -6,6 +6,8 @@ import graphlib
 import re
 from pathlib import Path
 
+import pytest
+
 import streamkl
 
 ROOT = Path(streamkl.__file__).parent
@@ -16,13 +18,14 @@ INDEXER, SPARSE, DISTRIBUTED = "streamkl.indexer", "streamkl.sparse", "streamkl.
 ALLOWED = {
     "__init__.py": {"streamkl.api", "streamkl.sparse.diagnostics"},
     "__main__.py": {"streamkl.cli"},
-    "api.py": {"streamkl.loss", "streamkl.reference", "streamkl.validation"},
+    "api.py": {"streamkl.loss", "streamkl.padding", "streamkl.reference", "streamkl.validation"},
     "loss.py": {"streamkl.ops", "streamkl.problem", "streamkl.sharding", "streamkl.state", "streamkl.validation"},
     "ops.py": {
         "streamkl.engines",
+        "streamkl.padding",
         "streamkl.problem",
         "streamkl.state",
-        "streamkl.validation",
+        "streamkl.value_checks",
     },
     "sharding.py": {"streamkl.ops"},
     "dense_attention.py": {"streamkl.api"},
@@ -31,25 +34,42 @@ ALLOWED = {
     "distributed/gathering.py": {f"{DISTRIBUTED}.layout"},
     "distributed/operators.py": {
         *(f"{DISTRIBUTED}.{name}" for name in ("gathering", "layout")),
-        *(f"streamkl.{name}" for name in ("loss", "ops", "problem", "state", "validation")),
+        *(f"streamkl.{name}" for name in ("loss", "ops", "problem", "state", "validation", "value_checks")),
     },
     "distributed/context_parallel.py": {
         *(f"{DISTRIBUTED}.{name}" for name in ("gathering", "layout", "operators")),
         *(f"streamkl.{name}" for name in ("api", "dense_attention", "loss", "validation")),
     },
+    **{
+        f"plan/{name}.py": {f"streamkl.plan.{other}" for other in others}
+        for name, others in {
+            "__init__": ("assumptions", "choice", "model", "run", "traffic"),
+            "assumptions": (),
+            "model": (),
+            "run": ("model",),
+            "traffic": ("model", "run"),
+            "memory": ("model", "run"),
+            "arithmetic": ("assumptions", "model", "run", "traffic"),
+            "choice": ("arithmetic", "assumptions", "memory", "model", "run", "traffic"),
+        }.items()
+    },
     "flops.py": {"streamkl.ops", "streamkl.problem"},
-    "validation.py": set(),
+    "padding.py": set(),
+    "validation.py": {"streamkl.value_checks"},
+    "value_checks.py": set(),
     "problem.py": set(),
     "state.py": set(),
     "cache.py": set(),
     "durable.py": set(),
     "text.py": set(),
+    "extras.py": set(),
+    "hub.py": set(),
     "reference.py": set(),
     "sparse/__init__.py": {
         f"{SPARSE}.{name}" for name in ("arguments", "attention", "diagnostics", "scores", "selection", "selectors")
     },
-    "sparse/arguments.py": {"streamkl.api", "streamkl.problem", "streamkl.validation"},
-    "sparse/ops.py": {"streamkl.engines", "streamkl.ops", "streamkl.problem", "streamkl.validation"},
+    "sparse/arguments.py": {"streamkl.api", "streamkl.problem", "streamkl.validation", "streamkl.value_checks"},
+    "sparse/ops.py": {"streamkl.engines", "streamkl.ops", "streamkl.problem", "streamkl.value_checks"},
     "sparse/attention.py": {SPARSE, "streamkl.api", "streamkl.reference", "streamkl.validation"},
     "sparse/scores.py": {f"{SPARSE}.arguments", "streamkl.problem"},
     "sparse/selection.py": {SPARSE, f"{SPARSE}.arguments"},
@@ -115,7 +135,8 @@ ALLOWED = {
         for name, kernels in {
             "dense": ("dense.forward", "dense.keys", "dense.lse", "dense.queries", "dense.split", "tile.states"),
             "gathered": ("gathered.backward", "gathered.forward"),
-            "attention": ("sparse.attention",),
+            "attention": ("sparse.attention", "sparse.backward"),
+            "selection": ("sparse.selection",),
         }.items()
     },
     **{
@@ -144,6 +165,8 @@ ALLOWED = {
                     "gathered/backward": ("gathered.selected",),
                     "sparse/__init__": (),
                     "sparse/attention": ("gathered.selected",),
+                    "sparse/backward": ("gathered.selected", "sparse.attention"),
+                    "sparse/selection": (),
                 }.items()
             },
         }.items()
@@ -185,7 +208,6 @@ BENCH = {
     "report": {"bench.cells", "bench.records"},
     "plots": {"bench.cells", "bench.records", "bench.report"},
     "attention": {
-        "bench.distill",
         "bench.gate",
         "bench.isolated",
         "bench.measure",
@@ -227,26 +249,66 @@ FAMILIES, KEPT = "integrations.transformers.families", "integrations.transformer
 DISTILLATION = {
     "__init__": {"distillation.settings"},
     "settings": set(),
-    "attention": {"dense_attention", "sparse", "integrations.transformers.recording"},
-    "layer": {"api", "indexer", "sparse", FAMILIES},
-    "model": {
-        "api", "distillation", "distillation.layer", "integrations.transformers.capture", FAMILIES, KEPT,
+    "attention": {
+        "api", "dense_attention", "distillation.groups", "distillation.layer", "sparse",
+        "integrations.transformers.recording", FAMILIES,
     },
-    "indexers": {"distillation.settings", "indexer", FAMILIES, KEPT},
+    "figures": {"api", "distillation.groups", "distributed", "sparse", "integrations.transformers.recording"},
+    "groups": set(),
+    "layer": {
+        "api", "distillation.figures", "distributed", "indexer", "sparse", "integrations.transformers.recording",
+        FAMILIES,
+    },
+    "mesh": {"distillation", "distributed", FAMILIES},
+    "teacher": {"distillation", FAMILIES},
+    "model": {
+        "distillation", "distillation.layer", "distillation.mesh", "integrations.transformers.capture",
+        "integrations.transformers.probe", FAMILIES, KEPT,
+    },
+    "indexers": {"distillation.settings", "distillation.teacher", "indexer", FAMILIES, KEPT},
     "packing": {"distillation.settings", "text"},
+    "order": set(),
+    "shards": {"text"},
+    "tokenizing": {
+        "durable", "text", *(f"distillation.{name}" for name in ("packing", "settings", "shards"))
+    },
     "needles": set(),
-    "samples": {"distillation"},
+    "samples": {"distillation", "distillation.order", "distillation.shards"},
+    "ranks": set(),
+    "replica": set(),
     "checkpoints": {"durable"},
-    "curves": set(),
+    "curves": {"durable"},
     "trainer": {
-        "distillation", "distillation.checkpoints", "distillation.curves", "distillation.model", "sparse", KEPT
+        "distillation", "sparse", KEPT,
+        *(f"distillation.{name}" for name in ("checkpoints", "curves", "model", "replica")),
+    },
+    "arguments": {"distillation", "distillation.settings"},
+    "resuming": {"distillation", "distillation.checkpoints", "distillation.settings"},
+    "results": {"distillation", "distillation.checkpoints", "distillation.settings"},
+    "sequences": {
+        "distillation", "text", *(f"distillation.{name}" for name in ("packing", "samples", "settings", "shards"))
+    },
+    "training": {
+        "distillation", "integrations.transformers", "integrations.transformers.checkpoint", FAMILIES,
+        *(f"distillation.{name}" for name in ("arguments", "resuming", "results", "samples", "sequences")),
+        *(f"distillation.{name}" for name in ("settings", "trainer")),
     },
     "run": {
-        "distillation", "durable", FAMILIES,
-        *(f"integrations.transformers.{name}" for name in ("checkpoint", "folder")),
-        *(f"distillation.{name}" for name in ("indexers", "model", "packing", "samples", "settings", "trainer")),
+        "distillation", "integrations.saved.folder", "integrations.transformers", FAMILIES,
+        *(f"distillation.{name}" for name in ("indexers", "mesh", "model", "results", "sequences")),
+        *(f"distillation.{name}" for name in ("settings", "trainer", "training")),
     },
-    "estimate": {"distillation.run", "distillation.settings"},
+    "joint": {
+        "api", "indexer", *(f"distillation.{name}" for name in ("figures", "layer", "mesh", "model")),
+        *(f"integrations.transformers.{name}" for name in ("capture", "model", "recording")),
+    },
+    "joint_trainer": {"distillation.trainer"},
+    "finetune": {
+        "distillation", "extras", KEPT, "integrations.transformers.model",
+        *(f"distillation.{name}" for name in ("joint", "joint_trainer", "mesh", "results", "sequences")),
+        *(f"distillation.{name}" for name in ("settings", "training")),
+    },
+    "estimate": {f"distillation.{name}" for name in ("arguments", "settings", "training")},
 }  # fmt: skip
 """The modules of distillation, and what each may import."""
 
@@ -262,7 +324,8 @@ EVALUATION = {
     "subject": {
         "evaluation.methods",
         "integrations.transformers",
-        *(f"integrations.transformers.{name}" for name in ("checkpoint", "folder")),
+        "integrations.saved.folder",
+        "integrations.transformers.checkpoint",
     },
     "layers": {"evaluation.methods", "evaluation.subject", "integrations.transformers", "sparse"},
     "run": {f"evaluation.{name}" for name in ("haystack", "layers", "methods", "plan", "records", "subject", "tasks")},
@@ -272,6 +335,33 @@ EVALUATION = {
     "harness": {"evaluation.methods", "integrations.transformers"},
 }
 """The modules of the evaluation, and what each may import besides the public functions."""
+
+SAVED = {
+    "__init__": set(),
+    "schema": set(),
+    "folder": {"", "schema"},
+    "selectors": {"schema"},
+    "settings": {"schema", "selectors"},
+    "description": {"schema", "selectors"},
+    "beside": {""},
+}
+"""The files that integrations share, and what of them each may import; all may import what is `BELOW`."""
+
+VLLM = {
+    "__init__": {"config", "families"},
+    "families": set(),
+    "pages": set(),
+    "metadata": set(),
+    "settings": set(),
+    "config": {"families", "settings"},
+    "scheduler": {"settings"},
+    "index_cache": set(),
+    "backend": {"", "metadata", "settings"},
+    "ops": {"pages"},
+    "attention": {"", "index_cache"},
+    "models": {"attention", "settings"},
+}
+"""The modules of the plugin for vLLM, what of it each may import; all may import `SAVED` and what is `BELOW`."""
 
 TRANSFORMERS = {
     "__init__": {
@@ -287,10 +377,8 @@ TRANSFORMERS = {
         "trainer",
     },
     "requirements": set(),
-    "schema": set(),
-    "selection": {"schema"},
+    "selection": set(),
     "checkpoint": set(),
-    "folder": {"", "schema"},
     "index_cache": set(),
     "layout": set(),
     "masks": {"layout"},
@@ -304,10 +392,11 @@ TRANSFORMERS = {
     "own_indexer": {"families", "module_call"},
     "layer": {"", "families", "layout", "masks", "module_call", "own_indexer", "recording", "selection"},
     "attention": {"layer", "masks", "module_call", "recording", "selection"},
-    "description": {"families", "schema", "selection"},
-    "indexers": {"", "families", "selection"},
-    "model": {"capture", "families", "indexers", "layer", "recording", "schema", "selection"},
-    "loading": {"", "model", "selection"},
+    "description": {"families"},
+    "indexers": {"", "families"},
+    "probe": {"attention", "families", "layer", "masks", "selection"},
+    "model": {"", "capture", "families", "indexers", "layer", "recording", "selection"},
+    "loading": {"model", "selection"},
     "families/base": set(),
     "families/dsa": {"families.base"},
     "families/llama": {"families.base"},
@@ -316,17 +405,45 @@ TRANSFORMERS = {
     "families/qwen3_5": {"families.base"},
     "families/gemma3": {"families.base"},
     "families/deepseek_v32": {"families.dsa"},
+    "families/compressed": set(),
+    "families/deepseek_v4": {"families.base", "families.compressed"},
+    "families/glm5_next": {"families.base", "families.compressed", "families.dsa"},
     "families/glm_moe_dsa": {"families.dsa"},
+    "families/structural": {"families.base"},
+    "families/axk2": {"families.dsa"},
+    "families/mistral_large4": {"families.base", "families.dsa"},
+    "families/hy_v4": {"families.dsa"},
+    "families/minimax_m3_vl": {"families.base"},
     "families/__init__": {
         f"families.{name}"
-        for name in ("base", "deepseek_v32", "dsa", "gemma3", "glm_moe_dsa", "llama", "qwen3", "qwen3_5", "qwen3_next")
+        for name in (
+            "axk2",
+            "base",
+            "deepseek_v32",
+            "deepseek_v4",
+            "dsa",
+            "gemma3",
+            "glm5_next",
+            "glm_moe_dsa",
+            "hy_v4",
+            "llama",
+            "minimax_m3_vl",
+            "mistral_large4",
+            "qwen3",
+            "qwen3_5",
+            "qwen3_next",
+            "structural",
+        )
     },
 }
-"""The modules of the integration into transformers, what of it each may import; all may import what is `BELOW`."""
+"""The modules of the integration into transformers, what of it each may import; all may import `SAVED` and what is
+`BELOW`."""
 BELOW = {
     "streamkl",
     "streamkl.dense_attention",
     "streamkl.durable",
+    "streamkl.extras",
+    "streamkl.hub",
     SPARSE,
     INDEXER,
     f"{INDEXER}.base",
@@ -449,7 +566,7 @@ def test_distillation_imports_only_what_lies_below_it_and_only_the_command_line_
         if any(name.startswith("streamkl.distillation") for name in imports(path))
         and path.parent.name != "distillation"
     }
-    assert importers == {"bench/distill.py", "cli/distill.py"}
+    assert importers == {"bench/distill.py", "cli/distill.py", "cli/finetune.py", "cli/tokenize.py", "cli/training.py"}
 
 
 def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
@@ -464,11 +581,16 @@ def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
     }  # fmt: skip
 
 
-def test_an_integration_imports_only_what_lies_below_it_and_the_core_does_not_import_it() -> None:
-    folder, package = ROOT / "integrations" / "transformers", "streamkl.integrations.transformers"
-    assert {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.py")} == set(TRANSFORMERS)
-    for name, allowed in TRANSFORMERS.items():
-        found = imports(folder / f"{name}.py") - BELOW
+@pytest.mark.parametrize(("integration", "table"), [("saved", SAVED), ("transformers", TRANSFORMERS), ("vllm", VLLM)])
+def test_an_integration_imports_only_what_lies_below_it_and_the_core_does_not_import_it(
+    integration: str, table: dict[str, set[str]]
+) -> None:
+    folder, package = ROOT / "integrations" / integration, f"streamkl.integrations.{integration}"
+    files = {f"streamkl.integrations.saved.{name}".removesuffix(".__init__") for name in SAVED}
+    shared = set() if integration == "saved" else files
+    assert {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.py")} == set(table)
+    for name, allowed in table.items():
+        found = imports(folder / f"{name}.py") - BELOW - shared
         assert found <= {f"{package}.{module}".rstrip(".") for module in allowed}, name
     importers = {path for path in ROOT.rglob("*.py") if any("integrations" in name for name in imports(path))}
     assert all(path.relative_to(ROOT).parts[0] in ABOVE for path in importers)
@@ -477,4 +599,4 @@ def test_an_integration_imports_only_what_lies_below_it_and_the_core_does_not_im
 def test_transformers_is_imported_by_its_integration_by_what_stands_on_it_and_by_what_tests_it() -> None:
     importers = {path.relative_to(ROOT) for path in ROOT.rglob("*.py") if imports(path, "transformers")}
     apart = {path for path in importers if path.parts[0] not in ABOVE}
-    assert apart == {Path("testing") / f"{name}.py" for name in ("needle", "smollm2", "tiny_models")}
+    assert apart == {Path("testing") / f"{name}.py" for name in ("causal_models", "needle", "smollm2", "tiny_models")}

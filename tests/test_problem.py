@@ -30,6 +30,27 @@ def test_tiles_cover_the_allowed_pairs_and_no_tile_is_without_one(nq, nk, left, 
     assert torch.equal(torch.arange(first, last), allowed.any(-1).nonzero().flatten())
 
 
+@pytest.mark.parametrize("key_span", [2, 3, 16])
+@pytest.mark.parametrize(("nq", "nk"), [*SHAPES, (65, 33), (33, 11), (31, 3)])
+def test_tiles_of_keys_that_stand_for_several_tokens(nq, nk, key_span) -> None:
+    """Cut as those of any other mask: no tile is without an allowed pair."""
+    rows, keys = torch.arange(nq)[:, None], torch.arange(nk)
+    allowed = keys < (rows + 1) // key_span + nk - nq // key_span
+    assert torch.equal(allowed, reference.allowed_pairs(nq, nk, True, None, None, None, key_span=key_span))
+    support = Support(1, nq, nk, None, 0, key_span=key_span)
+    (seq,) = support.sequences()
+    seen = torch.zeros_like(allowed)
+    for tile in (tile for tiles in support.tiles(seq, 8, 12) for tile in tiles):
+        block = allowed[tile.rows, tile.keys]
+        assert block.any()
+        assert tile.masked == (not block.all())
+        hidden = support.disallowed(tile, torch.device("cpu"))
+        assert torch.equal(block, torch.ones_like(block) if hidden is None else ~hidden)
+        seen[tile.rows, tile.keys] = True
+    assert torch.equal(seen & allowed, allowed)
+    assert torch.equal(torch.arange(*support.live_rows(seq)), allowed.any(-1).nonzero().flatten())
+
+
 def test_packed_sequences_have_their_own_diagonal() -> None:
     cu_q, cu_k = torch.tensor([0, 2, 2, 7]), torch.tensor([0, 4, 5, 8])
     sequences = list(Support(1, 9, 8, None, None, cu_q, cu_k).sequences())

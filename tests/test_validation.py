@@ -74,6 +74,17 @@ BAD = {
     "window a number": (lambda: tensors(window=5), "window must be two integers (left, right)"),
     "window of three": (lambda: tensors(window=(1, 2, 3)), "got (1, 2, 3)"),
     "window of floats": (lambda: tensors(window=(1.5, 0)), "got (1.5, 0)"),
+    "span of no token": (lambda: tensors(causal=True, key_span=0), "key_span must be an integer from 1 to 1048576"),
+    "span of a float": (lambda: tensors(causal=True, key_span=4.0), "key_span must be an integer"),
+    "span without causal": (lambda: tensors(key_span=4), "for causal=True: got key_span=4 with causal=False"),
+    "span in a window": (
+        lambda: tensors(causal=True, key_span=4, window=(8, 0)),
+        "key_span has no window: got key_span=4 with window=(8, 0)",
+    ),
+    "span and padding": (
+        lambda: tensors(causal=True, key_span=4, key_padding_mask=torch.ones(2, 12) > 0),
+        "for keys that are tokens: got it together with key_span=4",
+    ),
     "cu_seqlens_q alone": (lambda: packed(cu_seqlens_k=None), "go together: got cu_seqlens_q alone"),
     "cu_seqlens_k alone": (lambda: packed(cu_seqlens_q=None), "go together: got cu_seqlens_k alone"),
     "cu_seqlens a list": (lambda: packed(cu_seqlens_q=[0, 4, 10]), "cu_seqlens_q must be a tensor: got list"),
@@ -97,6 +108,8 @@ BAD = {
     "lse of the student's heads": (lambda: tensors(teacher_lse=z(2, 2, 10)), "[2, 6, 10]: got [2, 2, 10]"),
     "lse packed with a batch": (lambda: packed(teacher_lse=z(1, 6, 10)), "shape [6, 10]: got [1, 6, 10]"),
     "lse of bfloat16": (lambda: tensors(teacher_lse=z(2, 6, 10).bfloat16()), "float32 or float64, because"),
+    "rest of the student's heads": (lambda: tensors(teacher_rest=z(2, 2, 10)), "teacher_rest"),
+    "rest of bfloat16": (lambda: tensors(teacher_rest=z(2, 6, 10).bfloat16()), "teacher_rest must be float32"),
     "lse on another device": (lambda: tensors(teacher_lse=z(2, 6, 10, device="meta")), "the queries, cpu: got meta"),
     "weight a list": (lambda: tensors(row_weight=[1.0]), "row_weight must be a tensor: got list"),
     "weight of the keys": (lambda: tensors(row_weight=z(2, 12)), "[2, 2, 10] or [2, 10]: got [2, 12]"),
@@ -161,6 +174,7 @@ BAD_INDEXER = {
     "weights elsewhere": (lambda: index(index_w=z(2, 10, 4, device="meta")), "index_w must be on the device"),
     "activation": (lambda: index(activation="gelu"), "activation must be one of None, 'relu': got 'gelu'"),
     "index_scale": (lambda: index(index_scale="1"), "index_scale must be a Python float: got '1'"),
+    "rest of the index heads": (lambda: index(teacher_rest=z(2, 4, 10)), "[2, 6, 10]: got [2, 4, 10]"),
     "lse of the index heads": (lambda: index(teacher_lse=z(2, 4, 10)), "[2, 6, 10]: got [2, 4, 10]"),
     "row weight of the index heads": (lambda: index(row_weight=z(2, 4, 10)), "[2, 1, 10] or [2, 10]: got [2, 4, 10]"),
     "heads of the index heads": (lambda: index(topk_indices=selected(2, 4, 10, 3)), "[2, 10, K] or [2, 1, 10, K]: got"),
@@ -300,19 +314,41 @@ def test_topk_indices_are_checked_once_per_loss(
     call = tensors(student_q=torch.randn(2, heads, 10, 8, requires_grad=wanted), topk_indices=topk)
     if given:
         call["teacher_lse"] = attention_lse(call["teacher_q"], call["teacher_k"], topk_indices=topk)
-    checks, check = [], streamkl.ops.validation.check_topk
+    checks, check = [], streamkl.ops.value_checks.check_topk
     monkeypatch.setattr(
-        streamkl.ops.validation, "check_topk", lambda *args, **options: checks.append(args) or check(*args, **options)
+        streamkl.ops.value_checks, "check_topk", lambda *args, **options: checks.append(args) or check(*args, **options)
     )
     attention_kl(**call, reduction=reduction, backend=backend)
     assert len(checks) == 1
 
 
 def test_values_on_other_devices_are_read_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    from streamkl import validation
+    from streamkl import value_checks
 
     falling = torch.tensor([0, 7, 6], device="meta")
-    validation.check_cu_seqlens(falling, falling, 10, 10)
+    value_checks.check_cu_seqlens(falling, falling, 10, 10)
     monkeypatch.setenv("STREAMKL_CHECK", "1")
     with pytest.raises(NotImplementedError):  # it tries to read what a meta tensor does not have
-        validation.check_cu_seqlens(falling, falling, 10, 10)
+        value_checks.check_cu_seqlens(falling, falling, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "packed", "question"),
+    [
+        ((1, 8, 20, 4), (1, 20, 8, 4), False, r"did you mean \.transpose\(1, 2\) of student_q\?"),
+        ((1, 20, 8, 4), (1, 4, 20, 4), False, r"did you mean \.transpose\(1, 2\) of teacher_q\?"),
+        ((1, 20, 8, 4), (1, 20, 4, 4), False, r"did you mean \.transpose\(1, 2\) of teacher_q and student_q\?"),
+        ((20, 8, 4), (8, 20, 4), True, r"did you mean \.transpose\(0, 1\) of student_q\?"),
+        ((1, 2, 20, 4), (1, 2, 19, 4), False, None),
+    ],
+)
+def test_heads_and_tokens_that_look_swapped_are_asked_about(teacher, student, packed, question) -> None:
+    starts = torch.tensor([0, min(teacher[0], student[0])]) if packed else None
+    with pytest.raises(ValueError, match="must have the same tokens") as raised:
+        attention_kl(
+            z(*teacher), z(*teacher), z(*student), z(*student), causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts
+        )
+    if question is None:
+        assert "did you mean" not in str(raised.value)
+    else:
+        assert re.search(question, str(raised.value)), raised.value

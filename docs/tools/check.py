@@ -24,6 +24,7 @@ PAGES = {
     "streamkl.sparse": "sparse",
     "streamkl.indexer": "indexer",
     "streamkl.distributed": "distributed",
+    "streamkl.plan": "plan",
     "streamkl.integrations.transformers": "transformers",
     "streamkl.distillation": "distillation",
     "streamkl.testing": "testing",

@@ -1,6 +1,7 @@
 """A Markdown extension: references that are made from the help of the command line.
 
-The line ``<!-- commands -->`` becomes every command, ``<!-- settings -->`` the fields of a distillation's settings.
+The line ``<!-- commands -->`` becomes every command, ``<!-- settings -->`` the fields of a distillation's settings, and
+``<!-- finetune settings -->`` those of the joint stage.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from markdown.extensions import Extension
 from markdown.preprocessors import Preprocessor
 
 from streamkl.cli import app
-from streamkl.distillation.settings import NEEDED, Settings
+from streamkl.distillation.settings import NEEDED, FinetuneSettings, RunSettings, Settings
 
 
 def reference() -> str:
@@ -23,17 +24,21 @@ def reference() -> str:
     return "\n".join(_group(typer.main.get_command(app), "streamkl"))
 
 
-def settings() -> str:
-    """Every field of the settings of a distillation in Markdown: its type, default and meaning."""
+def settings(kind: type[RunSettings] = Settings) -> str:
+    """Every field of the settings of a run in Markdown: its type, default and meaning."""
     rows = ["| field | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for field in fields(Settings):
+    for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         shown = "required" if field.name in NEEDED else f"`{default!r}`"
         rows.append(f"| `{field.name}` | `{field.type}` | {shown} | {_prose(field.metadata['help'])} |")
     return "\n".join(rows)
 
 
-MARKS = {"<!-- commands -->": reference, "<!-- settings -->": settings}
+MARKS = {
+    "<!-- commands -->": reference,
+    "<!-- settings -->": settings,
+    "<!-- finetune settings -->": lambda: settings(FinetuneSettings),
+}
 """The lines that are replaced, and by what."""
 
 

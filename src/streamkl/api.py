@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from streamkl import loss as compose
-from streamkl import reference, validation
+from streamkl import padding, reference, validation
 
 Backend = Literal["auto", "reference", "triton", "cpu", "tiled"]
 
@@ -24,15 +24,19 @@ def attention_kl(
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    key_span: int = 1,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     topk_indices: Tensor | None = None,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
     student_activation: Literal["relu"] | None = None,
     teacher_lse: Tensor | None = None,
+    teacher_rest: Tensor | None = None,
     row_weight: Tensor | None = None,
     divergence: Literal["forward", "reverse"] = "forward",
+    target: Literal["token", "block_sum"] = "token",
     reduction: Literal["mean", "sum", "none"] = "mean",
     deterministic: bool | None = None,
     backend: Backend = "auto",
@@ -67,8 +71,16 @@ def attention_kl(
             FlashAttention. (The ``is_causal`` of ``scaled_dot_product_attention`` is aligned top-left.)
         window: ``(left, right)``: query ``i`` sees ``left`` keys before and ``right`` keys after its own, key
             ``i + Nk - Nq``; a negative side is unbounded. Intersects with ``causal``.
+        key_span: How many tokens a key stands for, 1 unless keys are compressed. With ``m`` it is for ``causal=True``
+            without a window: query ``i`` sees key ``j`` where ``(j + 1) m <= i + 1``, so once it has seen all tokens of
+            the key. Queries start at a multiple of ``m`` and the last one sees all keys: in general query ``i`` sees
+            keys ``j < (i + 1) // m + Nk - Nq // m``, of each sequence if they are packed.
         cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys. Queries see the keys of their own sequence.
+        key_padding_mask: ``[B, N]`` of bool, for dense tensors with as many queries as keys: true for real tokens, a
+            tokenizer's ``attention_mask.bool()``. Padding is on the left, on the right or on both sides. Padded keys
+            are seen by no query, and padded queries see no key. A mask with holes is refused; on GPUs this is checked
+            only under ``STREAMKL_CHECK=1``.
         topk_indices: ``[B, Nq, K]`` or ``[B, R, Nq, K]``, packed ``[Tq, K]`` or ``[R, Tq, K]``, int32 or int64: the
             selected keys of each query. It sees no others: both softmaxes run over them. Padded with -1, no key twice;
             a selected key that the mask hides stays hidden. In a packed batch they count from the first key of the
@@ -80,9 +92,17 @@ def attention_kl(
             scaled logits over exactly the keys allowed here, as fused attention returns it. Saves a pass over the
             teacher where gradients are wanted or ``R < H``. A constant. One that does not normalise the teacher is
             refused; on GPUs this is checked only under ``STREAMKL_CHECK=1``, since it synchronises.
+        teacher_rest: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the log-sum-exp of what else each head's
+            softmax covers outside the keys allowed here, such as a sink, a local window or a tail. A head then counts
+            in the mean by the share of its attention on the allowed keys. ``-inf`` is nothing else. A constant,
+            without effect where ``R == H``.
         row_weight: ``[B, Nq]`` or ``[B, R, Nq]``, packed ``[Tq]`` or ``[R, Tq]``: not negative, a constant.
         divergence: ``"forward"`` is KL(teacher || student), ``"reverse"`` KL(student || teacher), the latter for
             ``R == H``.
+        target: ``"token"``, or ``"block_sum"``: ``teacher_k`` then has ``r`` keys for each of the student's, ``Nk * r``
+            in all, and the target of a key is the sum of the teacher's attention to its ``r``. Masks, ``cu_seqlens_k``
+            and ``topk_indices`` are those of the student's keys, and ``teacher_lse`` is over all keys of those that
+            they allow.
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, R, Nq]``, packed ``[R, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.
@@ -114,22 +134,36 @@ def attention_kl(
     """
     arguments = validation.attention_kl_arguments(
         teacher_q, teacher_k, student_q, student_k, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices,
-        teacher_scale, student_scale, student_activation, teacher_lse, row_weight, divergence, reduction,
-        deterministic, backend,
+        teacher_scale, student_scale, student_activation, teacher_lse, teacher_rest, row_weight, divergence,
+        reduction, deterministic, backend, key_span, target,
     )  # fmt: skip
+    if key_padding_mask is not None:
+        validation.check_padding_mask(key_padding_mask, arguments.teacher_q, arguments.student_k, arguments.keys)
+        return padding.packed_call(
+            attention_kl,
+            key_padding_mask,
+            {"teacher_q": teacher_q, "teacher_k": teacher_k, "student_q": student_q, "student_k": student_k},
+            {
+                "causal": causal, "window": window, "topk_indices": topk_indices, "teacher_scale": teacher_scale,
+                "student_scale": student_scale, "student_activation": student_activation, "teacher_lse": teacher_lse,
+                "teacher_rest": teacher_rest, "row_weight": row_weight, "divergence": divergence,
+                "target": target, "reduction": reduction, "deterministic": deterministic, "backend": backend,
+            },
+        )  # fmt: skip
     if backend == "reference":
         validation.check_values(arguments)
-        if teacher_lse is not None:
+        if teacher_lse is not None and target == "token":
             lse = attention_lse(
-                teacher_q, teacher_k, scale=teacher_scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, backend="reference",
+                teacher_q, teacher_k, scale=teacher_scale, causal=causal, window=window, key_span=key_span,
+                cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, backend="reference",
             )  # fmt: skip
             validation.check_teacher_lse(arguments, lse)
         return reference.attention_kl(
-            teacher_q, teacher_k, student_q, student_k, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, teacher_scale=teacher_scale,
-            student_scale=student_scale, student_activation=student_activation, row_weight=row_weight,
-            divergence=divergence, reduction=reduction,
+            teacher_q, teacher_k, student_q, student_k, causal=causal, window=window, key_span=key_span,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices,
+            teacher_scale=teacher_scale, student_scale=student_scale, student_activation=student_activation,
+            teacher_rest=teacher_rest, row_weight=row_weight, divergence=divergence, target=target,
+            reduction=reduction,
         )  # fmt: skip
     loss = compose.attention_kl(
         arguments, teacher_scale, student_scale, student_activation, divergence, reduction, backend
@@ -149,11 +183,15 @@ def indexer_kl(
     topk_indices: Tensor | None = None,
     teacher_scale: float | None = None,
     teacher_lse: Tensor | None = None,
+    teacher_rest: Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
+    key_span: int = 1,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     row_weight: Tensor | None = None,
+    target: Literal["token", "block_sum"] = "token",
     reduction: Literal["mean", "sum", "none"] = "mean",
     deterministic: bool | None = None,
     backend: Backend = "auto",
@@ -196,12 +234,27 @@ def indexer_kl(
             scaled logits over exactly the keys allowed here, top-k included, as fused attention returns it and
             `attention_lse` computes it. A constant. One that does not normalise the teacher is refused; on GPUs this
             is checked only under ``STREAMKL_CHECK=1``, since it synchronises.
+        teacher_rest: ``[B, H, Nq]``, packed ``[H, Tq]``, float32 or float64: the log-sum-exp of what else each head's
+            softmax covers outside the keys allowed here, such as a sink, a local window or a tail. A head then counts
+            in the mean by the share of its attention on the allowed keys. ``-inf`` is nothing else. A constant.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``: aligned bottom-right, so that the last query sees all.
         window: ``(left, right)``: query ``i`` sees ``left`` keys before and ``right`` keys after its own, key
             ``i + Nk - Nq``; a negative side is unbounded. Intersects with ``causal``.
+        key_span: How many tokens a key stands for, 1 unless keys are compressed. With ``m`` it is for ``causal=True``
+            without a window: query ``i`` sees key ``j`` where ``(j + 1) m <= i + 1``, so once it has seen all tokens of
+            the key. Queries start at a multiple of ``m`` and the last one sees all keys: in general query ``i`` sees
+            keys ``j < (i + 1) // m + Nk - Nq // m``, of each sequence if they are packed.
         cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys. Queries see the keys of their own sequence.
+        key_padding_mask: ``[B, N]`` of bool, for dense tensors with as many queries as keys: true for real tokens, a
+            tokenizer's ``attention_mask.bool()``. Padding is on the left, on the right or on both sides. Padded keys
+            are seen by no query, and padded queries see no key. A mask with holes is refused; on GPUs this is checked
+            only under ``STREAMKL_CHECK=1``.
         row_weight: ``[B, Nq]`` or ``[B, 1, Nq]``, packed ``[Tq]`` or ``[1, Tq]``: not negative, a constant.
+        target: ``"token"``, or ``"block_sum"``: ``teacher_k`` then has ``r`` keys for each of the indexer's, ``Nk * r``
+            in all, and the target of a key is the sum of the teacher's attention to its ``r``. Masks, ``cu_seqlens_k``
+            and ``topk_indices`` are those of the indexer's keys, and ``teacher_lse`` is over all keys of those that
+            they allow.
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, 1, Nq]``, packed ``[1, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.
@@ -237,23 +290,48 @@ def indexer_kl(
         >>> topk = scores.detach().masked_fill(torch.ones(256, 256).triu(1) > 0, -torch.inf).topk(64).indices
         >>> indexer_kl(teacher_q, teacher_k, index_q, index_k, index_w, topk_indices=topk).isfinite()
         tensor(True)
+
+        Keys that stand for 4 tokens each; the first 3 queries see none, and the next 4 see one:
+
+        >>> entries, index_entries = (k.unflatten(-2, (64, 4)).mean(-2) for k in (teacher_k, index_k))
+        >>> rows = indexer_kl(teacher_q, entries, index_q, index_entries, index_w, key_span=4, reduction="none")
+        >>> (rows[0, 0] != 0).int().argmax()
+        tensor(7)
     """
     arguments = validation.indexer_kl_arguments(
         teacher_q, teacher_k, index_q, index_k, index_w, activation, index_scale, topk_indices, teacher_scale,
-        teacher_lse, causal, window, cu_seqlens_q, cu_seqlens_k, row_weight, reduction, deterministic, backend,
+        teacher_lse, teacher_rest, causal, window, cu_seqlens_q, cu_seqlens_k, row_weight, reduction, deterministic,
+        backend, key_span, target,
     )  # fmt: skip
+    if key_padding_mask is not None:
+        validation.check_padding_mask(key_padding_mask, arguments.teacher_q, arguments.student_k, arguments.keys)
+        return padding.packed_call(
+            indexer_kl,
+            key_padding_mask,
+            {
+                "teacher_q": teacher_q, "teacher_k": teacher_k, "index_q": index_q, "index_k": index_k,
+                "index_w": index_w,
+            },
+            {
+                "activation": activation, "index_scale": index_scale, "topk_indices": topk_indices,
+                "teacher_scale": teacher_scale, "teacher_lse": teacher_lse, "teacher_rest": teacher_rest,
+                "causal": causal, "window": window, "row_weight": row_weight, "target": target, "reduction": reduction,
+                "deterministic": deterministic, "backend": backend,
+            },
+        )  # fmt: skip
     if backend == "reference":
         validation.check_values(arguments)
-        if teacher_lse is not None:
+        if teacher_lse is not None and target == "token":
             lse = attention_lse(
-                teacher_q, teacher_k, scale=teacher_scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, backend="reference",
+                teacher_q, teacher_k, scale=teacher_scale, causal=causal, window=window, key_span=key_span,
+                cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices, backend="reference",
             )  # fmt: skip
             validation.check_teacher_lse(arguments, lse)
         return reference.indexer_kl(
             teacher_q, teacher_k, index_q, index_k, index_w, activation=activation, index_scale=index_scale,
-            topk_indices=topk_indices, teacher_scale=teacher_scale, causal=causal, window=window,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, row_weight=row_weight, reduction=reduction,
+            topk_indices=topk_indices, teacher_scale=teacher_scale, teacher_rest=teacher_rest, causal=causal,
+            window=window, key_span=key_span, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            row_weight=row_weight, target=target, reduction=reduction,
         )  # fmt: skip
     loss = compose.attention_kl(arguments, teacher_scale, index_scale, activation, "forward", reduction, backend)
     return loss.squeeze(0) if arguments.keys.packed and reduction == "none" else loss
@@ -266,8 +344,10 @@ def attention_lse(
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    key_span: int = 1,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
     topk_indices: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -282,8 +362,10 @@ def attention_lse(
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
+        key_span: As in `attention_kl`: how many tokens a key stands for.
         cu_seqlens_q: ``[sequences + 1]``, int32 or int64: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
+        key_padding_mask: As in `attention_kl`: ``[B, N]`` of bool, true for real tokens.
         topk_indices: As in `attention_kl`: ``[B, Nq, K]``, or ``[B, topk_heads, Nq, K]`` with a selection per run of
             ``H / topk_heads`` consecutive heads, packed ``[Tq, K]`` or ``[topk_heads, Tq, K]``.
         backend: ``"auto"``, or the name of an engine, which is then used or raises.
@@ -303,13 +385,17 @@ def attention_lse(
         tensor([8.])
     """
     arguments = validation.attention_lse_arguments(
-        q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices, backend
+        q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices, backend, key_span
     )
+    if key_padding_mask is not None:
+        validation.check_padding_mask(key_padding_mask, arguments.q, arguments.k, arguments.keys)
+        options = {"scale": scale, "causal": causal, "window": window, "topk_indices": topk_indices, "backend": backend}
+        return padding.packed_call(attention_lse, key_padding_mask, {"q": q, "k": k}, options)
     if backend == "reference":
         validation.check_values(arguments)
         return reference.attention_lse(
-            q, k, scale=scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            topk_indices=topk_indices,
+            q, k, scale=scale, causal=causal, window=window, key_span=key_span, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, topk_indices=topk_indices,
         )  # fmt: skip
     lse = compose.attention_lse(arguments, scale, backend)
     return lse.squeeze(0) if arguments.keys.packed else lse

@@ -32,7 +32,7 @@ def _pairs(support: Support, seq: Sequence) -> int:
     rows = torch.arange(*support.live_rows(seq), device="cpu") + seq.diagonal
     first = torch.zeros_like(rows) if support.left is None else (rows - support.left).clamp_min(0)
     last = (
-        torch.full_like(rows, seq.k_len) if support.right is None else (rows + support.right + 1).clamp_max(seq.k_len)
+        torch.full_like(rows, seq.k_len) if support.right is None else (support.last_key(rows) + 1).clamp_max(seq.k_len)
     )
     return int((last - first).sum())
 
@@ -65,7 +65,7 @@ def _products(given: Any, of_a: int, of_b: int) -> int:
 
 def _pairs_of(q: Tensor, k: Tensor, given: Any) -> int:
     return allowed_pairs(
-        Support.of(q, k, given.left, given.right, given.cu_seqlens_q, given.cu_seqlens_k, given.topk)
+        Support.of(q, k, given.left, given.right, given.cu_seqlens_q, given.cu_seqlens_k, given.topk, given.key_span)
     )  # fmt: skip
 
 

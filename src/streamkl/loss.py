@@ -6,7 +6,9 @@ operators are those of this process (`Operators`), or run on the shards of one s
 
 from __future__ import annotations
 
+import math
 import sys
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +47,41 @@ class Operators:
         return x
 
 
+class BlockHeads(NamedTuple):
+    """Heads ``[outer, block, inner]`` that each read one key of every block, in place of ``outer * inner`` heads.
+
+    A block's probability is then the sum over ``block`` of its heads, and the mean over all of them is that of blocks.
+    The ``inner`` heads of an outer one read the same key head, and belong to the same head group.
+    """
+
+    outer: int
+    block: int
+    inner: int
+
+    @classmethod
+    def of(cls, heads: int, kv_heads: int, groups: int, block: int) -> BlockHeads:
+        """Those of heads that read ``kv_heads`` and belong to ``groups``."""
+        inner = math.gcd(heads // kv_heads, heads // groups)
+        return cls(heads // inner, block, inner)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """``[B, outer * block * inner, ...]`` of ``[B, outer * inner, ...]``, copied."""
+        x = x.unflatten(1, (self.outer, self.inner)).unsqueeze(2)
+        return x.expand(-1, -1, self.block, *x.shape[3:]).flatten(1, 3)
+
+    def keys(self, k: Tensor) -> Tensor:
+        """``[B, outer * block, blocks, D]`` of ``[B, Hkv, blocks * block, D]``."""
+        k = k.repeat_interleave(self.outer // k.shape[1], 1) if self.outer > k.shape[1] else k
+        return k.unflatten(2, (-1, self.block)).transpose(2, 3).flatten(1, 2)
+
+    def stats(self, m: Tensor, ln_l: Tensor) -> tuple[Tensor, Tensor]:
+        """``(m, ln l)`` ``[B, outer * inner, Nq]`` over all keys, from those of each key of a block."""
+        m, ln_l = (x.unflatten(1, self) for x in (m, ln_l))
+        top = m.amax(2)
+        more = ((m - top.unsqueeze(2)) + ln_l).logsumexp(2)
+        return top.flatten(1, 2), torch.where(top == -torch.inf, 0.0, more).flatten(1, 2)
+
+
 def attention_kl(
     arguments: validation.KLArguments,
     teacher_scale: float | None,
@@ -63,9 +100,10 @@ def attention_kl(
     _load_sharding_rules()
     operators = Operators() if operators is None else operators
     keys = arguments.keys
+    rest = None if arguments.teacher_rest is None else arguments.teacher_rest.detach()
     lse = given = None if arguments.teacher_lse is None else arguments.teacher_lse.detach()
     relu = student_activation == "relu"
-    numbers = (arguments.head_summed, keys.left, keys.right, arguments.deterministic, backend)
+    numbers = (arguments.head_summed, keys.left, keys.right, keys.key_span, arguments.deterministic, backend)
     if divergence == "forward":
         a_q, a_k, b_q, b_k = arguments.teacher_q, arguments.teacher_k, arguments.student_q, arguments.student_k
         options = Options(teacher_scale, student_scale, False, relu, *numbers)
@@ -74,6 +112,11 @@ def attention_kl(
         options = Options(student_scale, teacher_scale, relu, False, *numbers)
         lse = None  # that of side b, which is computed anyway, and checked with it
     b_w = arguments.student_w
+    blocks = None
+    if arguments.block > 1:  # without gradients to side a
+        groups = 1 if arguments.head_summed else b_q.shape[1]
+        blocks = BlockHeads.of(a_q.shape[1], a_k.shape[1], groups, arguments.block)
+        a_q, a_k = blocks.queries(a_q), blocks.keys(a_k)
     tensors = Tensors(a_q, a_k, b_q, b_k, b_w, keys.topk, keys.cu_seqlens_q, keys.cu_seqlens_k)
     dtype = compute_dtype(a_q.dtype, b_q.dtype)
     row_weight = arguments.row_weight
@@ -85,9 +128,10 @@ def attention_kl(
         torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in side)
         for side in ((a_q, a_k), (b_q, b_k, b_w))
     )
+    rest = rest if mixture else None  # heads that are compared one by one have a mean of one
     if want_b and not want_a and reduction != "none" and (mixture or lse is not None):
         # The weight of every row is known before the pass: it computes loss and gradients together.
-        m_a, ln_l_a = _teacher_row_stats(lse, tensors, options, dtype, operators)
+        m_a, ln_l_a = _teacher_row_stats(lse, rest, tensors, options, dtype, operators, blocks)
         m_b, ln_l_b = operators.row_stats("b", tensors, options, dtype, lse is None)
         weight = _counted(m_b, row_weight)
         if lse is not None:  # the sums are checked with the pass that makes them
@@ -96,7 +140,7 @@ def attention_kl(
             weight = weight / _nonzero(operators.total(weight.sum()))
         return operators.train(tensors, RowStats(m_a, ln_l_a, m_b, ln_l_b), weight, options)
     if mixture:
-        m_a, ln_l_a = _teacher_row_stats(lse, tensors, options, dtype, operators)
+        m_a, ln_l_a = _teacher_row_stats(lse, rest, tensors, options, dtype, operators, blocks)
         kl, m_b, _, mass = operators.mixture_rows(tensors, m_a, ln_l_a, lse is None, options)
     else:
         kl, _, m_a, ln_l_a, m_b, ln_l_b = operators.paired_rows(tensors, options)
@@ -119,7 +163,7 @@ def attention_lse(arguments: validation.LSEArguments, scale: float | None, backe
     q, k, keys = arguments.q, arguments.k, arguments.keys
     m, ln_l = torch.ops.streamkl.logsumexp(
         q, k, None, keys.topk, keys.cu_seqlens_q, keys.cu_seqlens_k, scale, False, False, keys.left, keys.right,
-        False, compute_dtype(q.dtype), backend,
+        keys.key_span, False, compute_dtype(q.dtype), backend,
     )  # fmt: skip
     return m + ln_l
 
@@ -150,23 +194,52 @@ def row_stats(
         )
     return torch.ops.streamkl.logsumexp(
         q.detach(), k.detach(), None if w is None else w.detach(), tensors.topk, tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k, *numbers, options.left, options.right, checked, dtype, options.backend,
+        tensors.cu_seqlens_k, *numbers, options.left, options.right, options.key_span, checked, dtype,
+        options.backend,
     )  # fmt: skip
 
 
 def _teacher_row_stats(
-    lse: Tensor | None, tensors: Tensors, options: Options, dtype: torch.dtype, operators: Operators
+    lse: Tensor | None,
+    rest: Tensor | None,
+    tensors: Tensors,
+    options: Options,
+    dtype: torch.dtype,
+    operators: Operators,
+    blocks: BlockHeads | None,
 ) -> tuple[Tensor, Tensor]:
-    """``(m, ln l)`` of side ``a``, by a pass or from the caller's log-sum-exp.
+    """``(m, ln l)`` of side ``a``, by a pass or from the caller's log-sum-exp, for its heads or those of ``blocks``.
 
     A float64 log-sum-exp beside float32 inputs keeps in ``ln l`` what ``m`` has no digits for.
     """
     if lse is None:
-        return operators.row_stats("a", tensors, options, dtype, False)
-    m = lse.to(dtype)
-    m = torch.where(m == -torch.inf, torch.nan, m)  # wrong for a row that sees a key; unused in a dead row
-    rest = (lse - m).to(dtype)
-    return m, torch.where(rest.isfinite(), rest, 0.0)
+        m, ln_l = operators.row_stats("a", tensors, options, dtype, False)
+        m, ln_l = (m, ln_l) if blocks is None else blocks.stats(m, ln_l)
+    else:
+        m = lse.to(dtype)
+        m = torch.where(m == -torch.inf, torch.nan, m)  # wrong for a row that sees a key; unused in a dead row
+        ln_l = (lse - m).to(dtype)
+        ln_l = torch.where(ln_l.isfinite(), ln_l, 0.0)
+    if rest is not None:
+        m, ln_l = _weighed_by_share(m, ln_l, rest, 1 if options.b_head_summed else tensors.b_q.shape[1])
+    if blocks is None:
+        return m, ln_l
+    return blocks.queries(m), blocks.queries(ln_l - math.log(blocks.block))  # the mean is a sum over a block's keys
+
+
+def _weighed_by_share(m: Tensor, ln_l: Tensor, rest: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """``(m, ln l)`` ``[B, H, Nq]`` with which the mean of a head group weighs each head by its share of the softmax.
+
+    ``rest [B, H, Nq]`` is the log-sum-exp of the keys outside. A head's share of attention on the keys inside is
+    ``sigmoid(m + ln l - rest)``; its probabilities inside sum to the share over the group's mean of shares, so that
+    those of the group's mean sum to 1.
+    """
+    ln_share = torch.nn.functional.logsigmoid((m - rest) + ln_l)
+    grouped = ln_share.unflatten(1, (groups, -1))
+    ln_mean = grouped.logsumexp(2, keepdim=True) - math.log(grouped.shape[2])
+    more = (ln_mean - grouped).flatten(1, 2).to(m.dtype)
+    more = torch.where(m == -torch.inf, 0.0, more)  # a row that sees no key
+    return torch.where(more.isfinite(), m, torch.nan), torch.where(more.isfinite(), ln_l + more, 0.0)
 
 
 def _counted(m: Tensor, row_weight: Tensor | None) -> Tensor:

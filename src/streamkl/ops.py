@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streamkl import engines, validation
+from streamkl import engines, padding, value_checks
 from streamkl.problem import Inputs, Problem, Side, Support, compute_dtype
 from streamkl.state import RowStats, relative_to_first_head
 
@@ -25,11 +25,13 @@ _TENSORS = f"Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, {_KEYS
 _STATS = "Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b"
 _OPTIONS = (
     "float? a_scale, float? b_scale, bool a_relu, bool b_relu, bool b_head_summed, SymInt? left, SymInt? right, "
-    "bool deterministic, str backend"
+    "SymInt key_span, bool deterministic, str backend"
 )
 SCHEMAS = {
     "logsumexp": f"(Tensor q, Tensor k, Tensor? w, {_KEYS}, float? scale, bool relu, bool head_summed, "
-    "SymInt? left, SymInt? right, bool checked, ScalarType dtype, str backend) -> (Tensor m, Tensor ln_l)",
+    "SymInt? left, SymInt? right, SymInt key_span, bool checked, ScalarType dtype, str backend) "
+    "-> (Tensor m, Tensor ln_l)",
+    "padded_sequences": "(Tensor mask) -> (Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor first)",
     "checked_weight": "(Tensor row_weight, ScalarType dtype) -> Tensor",
     "checked_mass": "(Tensor weight, Tensor mass, Tensor lse) -> Tensor",
     "paired_rows": f"({_TENSORS}, {_OPTIONS}) -> (Tensor kl, Tensor mean, {_STATS})",
@@ -71,6 +73,7 @@ class Options(NamedTuple):
     b_head_summed: bool
     left: int | None
     right: int | None
+    key_span: int
     deterministic: bool
     backend: str
 
@@ -127,14 +130,16 @@ def _problem(given: Any) -> tuple[engines.Engine, Problem, Inputs]:
 
 
 def _support(q: Tensor, k: Tensor, given: Any) -> Support:
-    support = Support.of(q, k, given.left, given.right, given.cu_seqlens_q, given.cu_seqlens_k, given.topk)
-    validation.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
+    support = Support.of(
+        q, k, given.left, given.right, given.cu_seqlens_q, given.cu_seqlens_k, given.topk, given.key_span
+    )  # fmt: skip
+    value_checks.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
     return support
 
 
 def _check_topk(engine: engines.Engine, support: Support, checked: bool = False) -> None:
     if not checked:
-        validation.check_topk(support.topk, support.nk, first_wrong_row=getattr(engine, "first_wrong_row", None))
+        value_checks.check_topk(support.topk, support.nk, first_wrong_row=getattr(engine, "first_wrong_row", None))
 
 
 @body("logsumexp")
@@ -147,9 +152,15 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     return engine.logsumexp(support, side, given.q, given.k, given.w, given.dtype)
 
 
+@body("padded_sequences")
+def _(mask: Tensor) -> tuple[Tensor, ...]:
+    value_checks.check_padding_holes(mask)
+    return padding.sequences(mask)
+
+
 @body("checked_weight")
 def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    validation.check_row_weight(row_weight)
+    value_checks.check_row_weight(row_weight)
     return row_weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -157,7 +168,7 @@ def _(row_weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _(weight: Tensor, mass: Tensor, lse: Tensor) -> Tensor:
     none = (lse == -torch.inf).unflatten(1, (weight.shape[1], -1)).any(2)  # the LSE of a dead row
     mass = torch.where(none, torch.inf, mass)
-    validation.check_teacher_mass(torch.where(weight == 0, 1.0, mass), lse)
+    value_checks.check_teacher_mass(torch.where(weight == 0, 1.0, mass), lse)
     return weight.clone()
 
 
@@ -198,7 +209,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     engine, problem, inputs = _problem(given)
     # `topk` was checked by the logsumexp of a side, which comes before.
     loss, gradients, mass = engine.train(problem, inputs, fields_of(RowStats, given), given.weight)
-    validation.check_teacher_mass(torch.where(given.m_b == -torch.inf, 1.0, mass), given.m_a)
+    value_checks.check_teacher_mass(torch.where(given.m_b == -torch.inf, 1.0, mass), given.m_a)
     of_b = (gradients.b_q, gradients.b_k, gradients.b_w)
     return loss + _nan_unless_finite(loss), *(_or_empty(grad, loss) for grad in of_b)
 
@@ -229,6 +240,11 @@ def _(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
 def _(*args: Any) -> tuple[Tensor, ...]:
     given = bound("logsumexp", args)
     return tuple(_empty_rows(given.q, given.dtype, given.head_summed) for _ in range(2))
+
+
+@torch.library.register_fake("streamkl::padded_sequences")
+def _(mask: Tensor) -> tuple[Tensor, ...]:
+    return tuple(mask.new_empty(size, dtype=torch.int64) for size in (5 * len(mask) + 1, 5 * len(mask) + 1, len(mask)))
 
 
 @torch.library.register_fake("streamkl::checked_weight")

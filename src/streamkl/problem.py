@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch import Tensor
 class Sequence(NamedTuple):
     """One run of rows and the run of keys they may see, inside one batch element.
 
-    Row ``i`` (counted from ``q_start``) lies on key ``i + diagonal`` (counted from ``k_start``). A dense batch
-    element, a packed (varlen) sequence, a chunk of a prefill and a context-parallel shard differ only in these numbers.
+    Row ``i`` (counted from ``q_start``) lies on key ``i + diagonal`` (counted from ``k_start``), or, where a key stands
+    for several tokens (`Support.key_span`), on that token. A dense batch element, a packed (varlen) sequence, a chunk
+    of a prefill and a context-parallel shard differ only in these numbers.
     """
 
     batch: int
@@ -32,9 +33,9 @@ class Sequence(NamedTuple):
 class Tile(NamedTuple):
     """A block of rows against a block of keys, as slices of the N axes; ``masked`` if not all of it is allowed.
 
-    ``offset`` is the key on the diagonal of the tile's first row, counted from the tile's first key. Where keys are
-    selected (`Support.topk`), ``keys`` is a slice of the columns of top-k head ``topk_head``, ``run`` the sequence's
-    keys, and ``offset`` is counted from the first of them; `Support.selected_keys` reads the keys.
+    ``offset`` is the key, or token (`Sequence`), that the tile's first row lies on, counted from the tile's first key.
+    Where keys are selected (`Support.topk`), ``keys`` is a slice of the columns of top-k head ``topk_head``, ``run``
+    the sequence's keys, and ``offset`` is counted from the first of them; `Support.selected_keys` reads the keys.
     """
 
     batch: int
@@ -68,6 +69,20 @@ class Gradients(NamedTuple):
     b_q: Tensor | None
     b_k: Tensor | None
     b_w: Tensor | None = None
+
+
+class AttentionOutput(NamedTuple):
+    """What sparse attention computes: ``out [B, H, Nq, Dv]`` and the row stats ``m`` and ``ln_l [B, H, Nq]``.
+
+    For a dead row ``out`` is 0, ``m`` -inf and ``ln_l`` 0. The log-sum-exp of a row is ``m + ln_l``. ``rest`` is what
+    rounding to a half dtype took from ``out``, in its shape and dtype, which a backward needs. It is empty in other
+    dtypes, and where no backward comes.
+    """
+
+    out: Tensor
+    rest: Tensor
+    m: Tensor
+    ln_l: Tensor
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,10 @@ class Support:
     unbounded. Causal masking is ``right = 0``; sequences are aligned bottom-right, so ``diagonal = k_len - q_len``.
     A packed batch is one batch element; ``cu_seqlens_q`` and ``cu_seqlens_k [sequences + 1]`` delimit its sequences.
 
+    A key stands for ``key_span`` tokens. With more than one, under a causal mask without a window, row ``i`` lies on
+    token ``i + diagonal``, where ``diagonal = (k_len - q_len // key_span) * key_span``, and sees a key from the key's
+    last token on.
+
     ``topk [B, topk_heads, Nq, K]`` restricts a row to its selected keys: counted from the first key of its sequence, no
     key twice, negative for none. A selected key that is masked, or lies outside of the sequence, stays unseen. There is
     one top-k head for all heads, or one per run of consecutive heads (`topk_head`).
@@ -126,6 +145,7 @@ class Support:
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     topk: Tensor | None = None
+    key_span: int = 1
 
     @classmethod
     def of(
@@ -137,9 +157,10 @@ class Support:
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
         topk: Tensor | None = None,
+        key_span: int = 1,
     ) -> Support:
         """Reads the support of ``q [B, H, Nq, D]`` and ``k [B, Hkv, Nk, D]``."""
-        return cls(q.shape[0], q.shape[2], k.shape[2], left, right, cu_seqlens_q, cu_seqlens_k, topk)
+        return cls(q.shape[0], q.shape[2], k.shape[2], left, right, cu_seqlens_q, cu_seqlens_k, topk, key_span)
 
     def topk_head(self, head: int, heads: int) -> int:
         """The head of ``topk`` that head ``head`` of ``heads`` reads."""
@@ -149,12 +170,21 @@ class Support:
         """Walks the sequences: one per batch element, or the packed ones (which reads ``cu_seqlens`` on the host)."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             for batch in range(self.batch):
-                yield Sequence(batch, 0, self.nq, 0, self.nk, self.nk - self.nq)
+                yield Sequence(batch, 0, self.nq, 0, self.nk, self._diagonal(self.nq, self.nk))
             return
         starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for n in range(len(starts_q) - 1):
             q_len, k_len = starts_q[n + 1] - starts_q[n], starts_k[n + 1] - starts_k[n]
-            yield Sequence(0, starts_q[n], q_len, starts_k[n], k_len, k_len - q_len)
+            yield Sequence(0, starts_q[n], q_len, starts_k[n], k_len, self._diagonal(q_len, k_len))
+
+    def _diagonal(self, q_len: int, k_len: int) -> int:
+        """The key, or token, that row 0 lies on: the last row sees all keys."""
+        return (k_len - q_len // self.key_span) * self.key_span
+
+    def last_key(self, on: Any) -> Any:
+        """The last key that rows on the keys, or tokens, ``on`` may see: of an integer or of a tensor of them."""
+        assert self.right is not None
+        return (on + self.right + 1) // self.key_span - 1
 
     def query_block_count(self, query_block: int) -> int:
         """How many query blocks a batch element has, of ``query_block`` consecutive rows of a sequence each.
@@ -180,7 +210,7 @@ class Support:
         """
         if seq.k_len == 0 or (self.topk is not None and self.topk.shape[3] == 0):
             return 0, 0
-        return 0 if self.right is None else max(0, -seq.diagonal - self.right), seq.q_len
+        return 0 if self.right is None else max(0, self.key_span - 1 - seq.diagonal - self.right), seq.q_len
 
     def tiles(self, seq: Sequence, block_q: int, block_k: int, topk_head: int = 0) -> Iterator[list[Tile]]:
         """Walks the blocks of live rows; for each, the list of tiles that hold an allowed pair, and no other.
@@ -198,16 +228,16 @@ class Support:
     def row_tiles(self, seq: Sequence, i0: int, i1: int, block_k: int) -> list[Tile]:
         """The tiles of the live rows ``[i0, i1)`` of a sequence that hold an allowed pair."""
         j_first = 0 if self.left is None else max(0, i0 + seq.diagonal - self.left)
-        j_last = seq.k_len if self.right is None else min(seq.k_len, i1 + seq.diagonal + self.right)
+        j_last = seq.k_len if self.right is None else min(seq.k_len, self.last_key(i1 - 1 + seq.diagonal) + 1)
         tiles = []
         for j0 in range(j_first, j_last, block_k):
             j1 = min(j0 + block_k, j_last)
-            full = (self.right is None or j1 - 1 <= i0 + seq.diagonal + self.right) and (
+            full = (self.right is None or j1 - 1 <= self.last_key(i0 + seq.diagonal)) and (
                 self.left is None or j0 >= i1 - 1 + seq.diagonal - self.left
             )
             rows = slice(seq.q_start + i0, seq.q_start + i1)
             keys = slice(seq.k_start + j0, seq.k_start + j1)
-            tiles.append(Tile(seq.batch, rows, keys, i0 + seq.diagonal - j0, not full))
+            tiles.append(Tile(seq.batch, rows, keys, i0 + seq.diagonal - j0 * self.key_span, not full))
         return tiles
 
     def _gathered_tiles(self, seq: Sequence, i0: int, i1: int, block_k: int, topk_head: int) -> list[Tile]:
@@ -229,7 +259,7 @@ class Support:
     def allowed(self, keys: Tensor, offset: int, k_len: int) -> Tensor:
         """Which of its selected keys, ``[rows, K]`` counted from the first of its sequence, each row may see.
 
-        ``offset`` is the key on the diagonal of the first row, ``k_len`` how many keys the sequence has.
+        ``offset`` is the key, or token, that the first row lies on, ``k_len`` how many keys the sequence has.
         """
         return (keys >= 0) & (keys < k_len) & ~self._outside(keys, offset)
 
@@ -241,11 +271,11 @@ class Support:
         return self._outside(torch.arange(keys, device=device).expand(rows, keys), tile.offset)
 
     def _outside(self, keys: Tensor, offset: int) -> Tensor:
-        """Which of ``keys [rows, n]`` lie beyond the bounds of their row, the first of which is on key ``offset``."""
+        """Which of ``keys [rows, n]`` lie beyond the bounds of their row, the first of which lies on ``offset``."""
         on = torch.arange(keys.shape[0], device=keys.device)[:, None] + offset
         outside = torch.zeros_like(keys, dtype=torch.bool)
         if self.right is not None:
-            outside |= keys > on + self.right
+            outside |= keys > self.last_key(on)
         if self.left is not None:
             outside |= keys < on - self.left
         return outside
@@ -283,3 +313,8 @@ class Problem:
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """float32, or float64 where any input is."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether results are rounded to fewer bits than they are computed in."""
+    return dtype in (torch.bfloat16, torch.float16)

@@ -21,14 +21,17 @@ def attention_kl(
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    key_span: int = 1,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     topk_indices: Tensor | None = None,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
     student_activation: str | None = None,
+    teacher_rest: Tensor | None = None,
     row_weight: Tensor | None = None,
     divergence: str = "forward",
+    target: str = "token",
     reduction: str = "mean",
 ) -> Tensor:
     """The definition of `streamkl.attention_kl`, with the same arguments, in O(Nq Nk) memory."""
@@ -37,13 +40,16 @@ def attention_kl(
         teacher_q, teacher_k, student_q, student_k = (
             x.transpose(0, 1)[None] for x in (teacher_q, teacher_k, student_q, student_k)
         )
-    nq, nk = teacher_q.shape[2], teacher_k.shape[2]
-    allowed = allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices).to(teacher_q.device)
-    a = logits(teacher_q, teacher_k, teacher_scale)  # [B, H, Nq, Nk]
+        teacher_rest = None if teacher_rest is None else teacher_rest[None]
+    nq, nk = teacher_q.shape[2], student_k.shape[2]
+    allowed = allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices, key_span)
+    allowed = allowed.to(teacher_q.device)
+    a = logits(teacher_q, teacher_k, teacher_scale)  # [B, H, Nq, Nk], or as many keys for each of the student's
     b = logits(student_q, student_k, student_scale)  # [B, R, Nq, Nk]
     if student_activation == "relu":
         b = b.relu()
-    return _reduced(*_rows(a, b, allowed, divergence), row_weight, reduction, packed)
+    assert target == "block_sum" or a.shape[3] == b.shape[3]
+    return _reduced(*_rows(a, b, allowed, divergence, teacher_rest), row_weight, reduction, packed)
 
 
 def indexer_kl(
@@ -57,11 +63,14 @@ def indexer_kl(
     index_scale: float | None = None,
     topk_indices: Tensor | None = None,
     teacher_scale: float | None = None,
+    teacher_rest: Tensor | None = None,
     causal: bool = True,
     window: tuple[int, int] | None = None,
+    key_span: int = 1,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     row_weight: Tensor | None = None,
+    target: str = "token",
     reduction: str = "mean",
 ) -> Tensor:
     """The definition of `streamkl.indexer_kl`, with the same arguments, in O(J Nq Nk) memory."""
@@ -69,11 +78,14 @@ def indexer_kl(
     if packed:
         teacher_q, teacher_k, index_q = (x.transpose(0, 1)[None] for x in (teacher_q, teacher_k, index_q))
         index_k, index_w = index_k[None], None if index_w is None else index_w[None]
-    nq, nk = teacher_q.shape[2], teacher_k.shape[2]
-    allowed = allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices).to(teacher_q.device)
-    a = logits(teacher_q.detach(), teacher_k.detach(), teacher_scale)  # [B, H, Nq, Nk]
+        teacher_rest = None if teacher_rest is None else teacher_rest[None]
+    nq, nk = teacher_q.shape[2], index_k.shape[1]
+    allowed = allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices, key_span)
+    allowed = allowed.to(teacher_q.device)
+    a = logits(teacher_q.detach(), teacher_k.detach(), teacher_scale)  # [B, H, Nq, Nk], or several keys for each
     b = index_logits(index_q, index_k, index_w, index_scale, activation)  # [B, 1, Nq, Nk]
-    return _reduced(*_rows(a, b, allowed, "forward"), row_weight, reduction, packed)
+    assert target == "block_sum" or a.shape[3] == b.shape[3]
+    return _reduced(*_rows(a, b, allowed, "forward", teacher_rest), row_weight, reduction, packed)
 
 
 def attention_lse(
@@ -83,6 +95,7 @@ def attention_lse(
     scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    key_span: int = 1,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     topk_indices: Tensor | None = None,
@@ -91,10 +104,10 @@ def attention_lse(
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
     if packed:
         q, k = q.transpose(0, 1)[None], k.transpose(0, 1)[None]
-    allowed = allowed_pairs(q.shape[2], k.shape[2], causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices)
+    nq, nk = q.shape[2], k.shape[2]
+    allowed = allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices, key_span)
     allowed = for_heads(allowed.to(q.device), q.shape[1])
-    lse = logits(q, k, scale).masked_fill(~allowed, -torch.inf).logsumexp(-1)
-    lse = lse.masked_fill((lse == -torch.inf) & allowed.any(-1), torch.nan)
+    lse = _lse(logits(q, k, scale), allowed)
     return lse[0] if packed else lse
 
 
@@ -110,19 +123,28 @@ def sparse_attention(
     window: tuple[int, int] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-) -> Tensor:
+    page_table: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The definition of `streamkl.sparse.sparse_attention`, with the same arguments, in O(Nq Nk) memory."""
     packed = cu_seqlens_q is not None
+    if page_table is not None and cu_seqlens_k is not None:
+        k, v = (unpaged(x, page_table, cu_seqlens_k) for x in (k, v))
     allowed = selected_pairs(
         q.shape[0 if packed else 2], k.shape[0 if packed else 2], indices, query_block, causal, window, cu_seqlens_q,
         cu_seqlens_k,
     ).to(q.device)  # fmt: skip
     if packed:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    log_p = log_softmax(logits(q, k, scale), allowed)
+    x = logits(q, k, scale)
+    log_p = log_softmax(x, allowed)
     p = torch.where(allowed, log_p.exp(), 0.0).to(v.dtype)
     out = p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    return out[0].transpose(0, 1) if packed else out
+    out = out[0].transpose(0, 1) if packed else out
+    if not return_lse:
+        return out
+    lse = _lse(x.detach(), allowed)
+    return out, lse[0] if packed else lse
 
 
 def logits(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
@@ -150,6 +172,20 @@ def log_softmax(x: Tensor, allowed: Tensor) -> Tensor:
     return x.log_softmax(-1).masked_fill(~allowed, 0.0)
 
 
+def _lse(x: Tensor, allowed: Tensor) -> Tensor:
+    """The log-sum-exp over the allowed keys; -inf in rows that allow none, nan in others whose logits are all -inf."""
+    lse = x.masked_fill(~allowed, -torch.inf).logsumexp(-1)
+    return lse.masked_fill((lse == -torch.inf) & allowed.any(-1), torch.nan)
+
+
+def _joint_log_softmax(x: Tensor, allowed: Tensor, rest: Tensor) -> Tensor:
+    """Log-softmax ``[B, H, Nq, Nk]`` over the allowed keys and ``rest [B, H, Nq]``, which is left out."""
+    alive = allowed.any(-1)
+    rest = torch.where(alive, rest, 0.0).detach()
+    joint = torch.cat((x.masked_fill(~allowed, -torch.inf), rest[..., None]), -1).log_softmax(-1)
+    return joint[..., :-1].masked_fill(~allowed, 0.0)
+
+
 def allowed_pairs(
     nq: int,
     nk: int,
@@ -158,10 +194,12 @@ def allowed_pairs(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     topk_indices: Tensor | None = None,
+    key_span: int = 1,
 ) -> Tensor:
     """Which keys each row may see, ``[Nq, Nk]`` of bool, aligned bottom-right within each sequence.
 
-    With ``topk_indices`` it is ``[B, topk_heads, Nq, Nk]``: of those, the row's selected keys.
+    A key stands for ``key_span`` tokens: a causal row sees it from its last token on. With ``topk_indices`` it is
+    ``[B, topk_heads, Nq, Nk]``: of those, the row's selected keys.
     """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         starts_q, starts_k = [0, nq], [0, nk]
@@ -174,7 +212,8 @@ def allowed_pairs(
         on = rows + len(keys) - len(rows)  # the key on the diagonal
         block = torch.ones(len(rows), len(keys), dtype=torch.bool, device="cpu")
         if causal:
-            block &= keys <= on
+            token = rows + (len(keys) - len(rows) // key_span) * key_span  # the one that each row lies on
+            block &= (keys + 1) * key_span <= token + 1
         if window is not None and window[0] >= 0:
             block &= keys >= on - window[0]
         if window is not None and window[1] >= 0:
@@ -219,20 +258,40 @@ def selected_pairs(
     return allowed_pairs(nq, nk, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices)
 
 
+def unpaged(x: Tensor, page_table: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """Packed tokens ``[Tk, heads, dim]`` from their pages ``[pages, page_size, heads, dim]``."""
+    tokens = [x[:0].flatten(0, 1)]
+    for pages, length in zip(page_table.long(), cu_seqlens_k.diff().tolist(), strict=True):
+        tokens.append(x[pages[: -(-length // x.shape[1])]].flatten(0, 1)[:length])
+    return torch.cat(tokens)
+
+
 def for_heads(allowed: Tensor, heads: int) -> Tensor:
     """The pairs that each of ``heads`` may see: a top-k head serves consecutive heads."""
     return allowed if allowed.dim() == 2 else allowed.repeat_interleave(heads // allowed.shape[1], dim=1)
 
 
-def _rows(a: Tensor, b: Tensor, allowed: Tensor, divergence: str) -> tuple[Tensor, Tensor]:
+def _rows(a: Tensor, b: Tensor, allowed: Tensor, divergence: str, teacher_rest: Tensor | None) -> tuple[Tensor, Tensor]:
     """The divergence of each row, ``[B, R, Nq]``, and which rows see a key, from logits ``[B, heads, Nq, Nk]``.
 
-    A probability of 0 adds 0 (``0 ln 0 = 0``), unless the other logit is not finite: that makes nan of the row.
+    A probability of 0 adds 0 (``0 ln 0 = 0``), unless the other logit is not finite: that makes nan of the row. Where
+    ``a`` has several keys for each of ``b``, their probabilities are summed.
     """
     dtype = torch.promote_types(a.dtype, b.dtype)
-    log_p = log_softmax(a.to(dtype), for_heads(allowed, a.shape[1])).unflatten(1, (b.shape[1], -1))
+    allowed_a, allowed = (for_heads(allowed, x.shape[1]) for x in (a, b))
+    block = a.shape[3] // max(b.shape[3], 1)
+    if block > 1:
+        allowed_a = allowed_a.repeat_interleave(block, dim=-1)
+    if teacher_rest is None:
+        log_p = log_softmax(a.to(dtype), allowed_a)
+    else:
+        log_p = _joint_log_softmax(a.to(dtype), allowed_a, teacher_rest.to(dtype))
+    log_p = log_p.unflatten(1, (b.shape[1], -1))
     log_p = log_p.logsumexp(2) - math.log(log_p.shape[2])  # from [B, R, H/R, Nq, Nk]
-    allowed = for_heads(allowed, b.shape[1])
+    if block > 1:
+        log_p = log_p.unflatten(3, (-1, block)).logsumexp(4)
+    if teacher_rest is not None:
+        log_p = log_softmax(log_p, allowed)  # of what the mean has on the allowed keys
     log_q = log_softmax(b.to(dtype), allowed)
     if divergence == "reverse":
         log_p, log_q = log_q, log_p

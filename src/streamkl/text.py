@@ -94,14 +94,20 @@ def documents(
     found = files(paths)
     empty = True
     for path in found:
-        whole = _lines(path, field, encoding) if path.suffix == ".jsonl" else [(0, _pieces(path, encoding, part))]
-        for line, pieces in whole:
-            texts = (text for text in _parts(pieces, part) if not text.isspace())
-            for number, text in enumerate(texts):
-                empty = False
-                yield Document(path, line, number, text)
+        for document in documents_of(path, field=field, encoding=encoding, part=part):
+            empty = False
+            yield document
     if empty:
         raise TextError(f"no text in {_named(found)}")
+
+
+def documents_of(path: Path, *, field: str = "text", encoding: str = "utf-8", part: int = PART) -> Iterator[Document]:
+    """The documents of one file, as `documents` has them; none if it has no text."""
+    whole = _lines(path, field, encoding) if path.suffix == ".jsonl" else [(0, _pieces(path, encoding, part))]
+    for line, pieces in whole:
+        texts = (text for text in _parts(pieces, part) if not text.isspace())
+        for number, text in enumerate(texts):
+            yield Document(path, line, number, text)
 
 
 def _parts(pieces: Iterable[str], part: int) -> Iterator[str]:

@@ -1,33 +1,33 @@
 """From a caller's arguments to tensors in one layout and the numbers that describe them, or a ``ValueError``.
 
-Shapes, dtypes and devices are checked on every call and cost nothing on the device. Checks that read a tensor's values
-are `check_cu_seqlens`, `check_topk`, `check_row_weight` and `check_teacher_mass`, which the ops call: always on CPU
-tensors, elsewhere only under ``STREAMKL_CHECK=1``, so that no check synchronises and ``torch.compile`` traces through.
+Shapes, dtypes and devices are checked on every call and cost nothing on the device; ``value_checks.py`` reads values.
 A packed (varlen) batch is given by ``cu_seqlens_q`` and ``cu_seqlens_k``.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
+
+from streamkl import value_checks
 
 BACKENDS = ("auto", "reference", "triton", "cpu", "tiled")
 FARTHEST = 2**40
 """A window that is wider than any sequence, as people write with ``sys.maxsize``, has no bound on that side."""
-TOPK_CHUNK = 1 << 17
-"""How many indices are sorted at a time to see that none is there twice."""
+FARTHEST_SPAN = 2**20
+"""The most tokens that a key stands for."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Keys(NamedTuple):
     """Which keys a row may see: ``right = 0`` is causal, ``None`` unbounded; ``cu_seqlens`` delimit packed sequences.
 
-    ``topk [B, topk_heads, Nq, K]`` holds the selected keys of each row, if there is a selection.
+    ``topk [B, topk_heads, Nq, K]`` holds the selected keys of each row, if there is a selection. A key stands for
+    ``key_span`` tokens.
     """
 
     left: int | None
@@ -36,12 +36,14 @@ class Keys(NamedTuple):
     cu_seqlens_k: Tensor | None
     packed: bool
     topk: Tensor | None = None
+    key_span: int = 1
 
 
 class KLArguments(NamedTuple):
     """The checked arguments of a loss: q and k ``[B, H, N, D]``, row tensors ``[B, heads, Nq]``.
 
-    An indexer is a head-summed student, with weights ``student_w`` or without.
+    An indexer is a head-summed student, with weights ``student_w`` or without. ``teacher_k`` has ``block`` keys for
+    each of the student's.
     """
 
     teacher_q: Tensor
@@ -52,8 +54,10 @@ class KLArguments(NamedTuple):
     head_summed: bool
     keys: Keys
     teacher_lse: Tensor | None
+    teacher_rest: Tensor | None
     row_weight: Tensor | None
     deterministic: bool
+    block: int = 1
 
 
 class LSEArguments(NamedTuple):
@@ -65,7 +69,10 @@ class LSEArguments(NamedTuple):
 
 
 class SparseArguments(NamedTuple):
-    """The checked arguments of ``sparse_attention``: q, k, v ``[B, H, N, D]``, ``indices [B, query_blocks, K]``."""
+    """The checked arguments of ``sparse_attention``: q, k, v ``[B, H, N, D]``, ``indices [B, query_blocks, K]``.
+
+    With a page table, k and v are ``[pages, Hkv, page_size, D]``.
+    """
 
     q: Tensor
     k: Tensor
@@ -88,19 +95,23 @@ def attention_kl_arguments(
     student_scale: float | None,
     student_activation: str | None,
     teacher_lse: Tensor | None,
+    teacher_rest: Tensor | None,
     row_weight: Tensor | None,
     divergence: str,
     reduction: str,
     deterministic: bool | None,
     backend: str,
+    key_span: int = 1,
+    target: str = "token",
 ) -> KLArguments:
     """Checks a call of ``attention_kl``; packed tensors come back as views with a batch of 1."""
-    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
+    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k, key_span)
     named = {"teacher_q": teacher_q, "teacher_k": teacher_k, "student_q": student_q, "student_k": student_k}
     teacher_q, teacher_k, student_q, student_k = _canonical(named, keys)
     _check_pair("teacher", teacher_q, teacher_k)
     _check_pair("student", student_q, student_k)
-    _check_tokens({"teacher_q": teacher_q, "student_q": student_q}, {"teacher_k": teacher_k, "student_k": student_k})
+    of_keys = {"teacher_k": teacher_k, "student_k": student_k}
+    block = _check_target(target, {"teacher_q": teacher_q, "student_q": student_q}, of_keys, keys.packed)
     heads, distributions = teacher_q.shape[1], student_q.shape[1]
     if heads % distributions != 0:
         raise ValueError(
@@ -120,19 +131,27 @@ def attention_kl_arguments(
             f"divergence='reverse' is defined head by head, for as many teacher_q as student_q heads: "
             f"got {heads} and {distributions}"
         )
-    if heads != distributions and torch.is_grad_enabled() and (teacher_q.requires_grad or teacher_k.requires_grad):
+    if divergence == "reverse" and target != "token":
+        raise ValueError(f"divergence='reverse' is defined for target='token': got {target!r}")
+    wants_teacher = torch.is_grad_enabled() and (teacher_q.requires_grad or teacher_k.requires_grad)
+    if wants_teacher and heads != distributions:
         raise ValueError(
             f"gradients to the teacher exist for as many teacher_q as student_q heads: got {heads} and "
             f"{distributions}; detach teacher_q and teacher_k"
         )
+    if wants_teacher and target != "token":
+        raise ValueError(
+            f"gradients to the teacher exist for target='token': got {target!r}; detach teacher_q and teacher_k"
+        )
 
     keys = _with_topk(keys, topk_indices, student_q, distributions, "student_q")
-    teacher_lse = _teacher_lse(teacher_lse, student_q, heads, keys)
+    teacher_lse = _log_sum_exp("teacher_lse", teacher_lse, student_q, heads, keys)
+    teacher_rest = _log_sum_exp("teacher_rest", teacher_rest, student_q, heads, keys)
     row_weight = _row_weight(row_weight, student_q, distributions, keys)
     _refuse_token_shards(dict(zip(named, (teacher_q, teacher_k, student_q, student_k), strict=True)), keys)
     return KLArguments(
-        teacher_q, teacher_k, student_q, student_k, None, False, keys, teacher_lse, row_weight,
-        _deterministic(deterministic),
+        teacher_q, teacher_k, student_q, student_k, None, False, keys, teacher_lse, teacher_rest,
+        row_weight, _deterministic(deterministic), block,
     )  # fmt: skip
 
 
@@ -147,6 +166,7 @@ def indexer_kl_arguments(
     topk_indices: Tensor | None,
     teacher_scale: float | None,
     teacher_lse: Tensor | None,
+    teacher_rest: Tensor | None,
     causal: bool,
     window: tuple[int, int] | None,
     cu_seqlens_q: Tensor | None,
@@ -155,9 +175,11 @@ def indexer_kl_arguments(
     reduction: str,
     deterministic: bool | None,
     backend: str,
+    key_span: int = 1,
+    target: str = "token",
 ) -> KLArguments:
     """Checks a call of ``indexer_kl``; its teacher comes back detached, its key with one head."""
-    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
+    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k, key_span)
     if not isinstance(index_k, Tensor):
         raise ValueError(f"index_k must be a tensor: got {type(index_k).__name__}")
     if index_k.dim() != (2 if keys.packed else 3):
@@ -167,7 +189,8 @@ def indexer_kl_arguments(
     teacher_q, teacher_k, index_q, index_k = _canonical(named, keys)
     _check_pair("teacher", teacher_q, teacher_k)
     _check_pair("index", index_q, index_k)
-    _check_tokens({"teacher_q": teacher_q, "index_q": index_q}, {"teacher_k": teacher_k, "index_k": index_k})
+    of_keys = {"teacher_k": teacher_k, "index_k": index_k}
+    block = _check_target(target, {"teacher_q": teacher_q, "index_q": index_q}, of_keys, keys.packed)
 
     _check_scale("teacher_scale", teacher_scale)
     _check_scale("index_scale", index_scale)
@@ -179,12 +202,13 @@ def indexer_kl_arguments(
     if index_w is not None:
         index_w = _index_weight(index_w, index_q, keys)
     keys = _with_topk(keys, topk_indices, index_q, 1, "the indexer")
-    teacher_lse = _teacher_lse(teacher_lse, index_q, teacher_q.shape[1], keys)
+    teacher_lse = _log_sum_exp("teacher_lse", teacher_lse, index_q, teacher_q.shape[1], keys)
+    teacher_rest = _log_sum_exp("teacher_rest", teacher_rest, index_q, teacher_q.shape[1], keys)
     row_weight = _row_weight(row_weight, index_q, 1, keys)
     _refuse_token_shards(dict(zip(named, (teacher_q, teacher_k, index_q, index_k), strict=True)), keys)
     return KLArguments(
-        teacher_q.detach(), teacher_k.detach(), index_q, index_k, index_w, True, keys, teacher_lse, row_weight,
-        _deterministic(deterministic),
+        teacher_q.detach(), teacher_k.detach(), index_q, index_k, index_w, True, keys, teacher_lse, teacher_rest,
+        row_weight, _deterministic(deterministic), block,
     )  # fmt: skip
 
 
@@ -198,9 +222,10 @@ def attention_lse_arguments(
     cu_seqlens_k: Tensor | None,
     topk_indices: Tensor | None,
     backend: str,
+    key_span: int = 1,
 ) -> LSEArguments:
     """Checks a call of ``attention_lse``; packed tensors come back as views with a batch of 1."""
-    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
+    keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k, key_span)
     q, k = _canonical({"q": q, "k": k}, keys)
     _check_pair("", q, k)
     _check_scale("scale", scale)
@@ -221,15 +246,21 @@ def sparse_attention_arguments(
     window: tuple[int, int] | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    page_table: Tensor | None,
     backend: str,
 ) -> SparseArguments:
     """Checks a call of ``sparse_attention``; packed tensors come back with a batch of 1."""
     keys = _keys(causal, window, cu_seqlens_q, cu_seqlens_k)
-    q, k, v = _canonical({"q": q, "k": k, "v": v}, keys)
-    _check_pair("", q, k)
+    axes = ("batch", "heads", "tokens")
+    if page_table is None:
+        q, k, v = _canonical({"q": q, "k": k, "v": v}, keys)
+        _check_pair("", q, k)
+    else:
+        q, k, v = _paged(q, k, v, page_table, keys)
+        axes = ("pages", "heads", "tokens per page")
     if v.dtype != q.dtype:
         raise ValueError(f"v must be of the dtype of q and k, {q.dtype}: got {v.dtype}")
-    for axis, dim in (("batch", 0), ("heads", 1), ("tokens", 2)):
+    for dim, axis in enumerate(axes):
         if v.shape[dim] != k.shape[dim]:
             raise ValueError(f"k and v must have the same {axis}: got {k.shape[dim]} and {v.shape[dim]}")
     _check_scale("scale", scale)
@@ -245,6 +276,35 @@ def sparse_attention_arguments(
     return SparseArguments(q, k, v, indices.unsqueeze(0) if keys.packed else indices, keys)
 
 
+def _paged(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, keys: Keys) -> list[Tensor]:
+    """Checks keys and values in pages; returns ``q [1, H, Tq, D]``, ``k`` and ``v [pages, Hkv, page_size, D]``."""
+    if not keys.packed or keys.cu_seqlens_k is None:
+        raise ValueError("page_table needs packed queries: give cu_seqlens_q and cu_seqlens_k, too")
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
+        raise ValueError(
+            "sparse_attention has no gradients with a page_table: call it under torch.no_grad(), or without pages"
+        )
+    (q,) = _canonical({"q": q}, keys)
+    pages = {
+        name: x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for name, x in (("k", k), ("v", v))
+    }
+    k, v = _canonical(pages, keys._replace(packed=False), "[pages, page_size, heads, dim] with a page_table")
+    sequences = keys.cu_seqlens_k.shape[0] - 1
+    if not isinstance(page_table, Tensor) or page_table.dim() != 2 or page_table.shape[0] != sequences:
+        got = list(page_table.shape) if isinstance(page_table, Tensor) else type(page_table).__name__
+        raise ValueError(f"page_table must be of shape [{sequences}, pages], a row per sequence: got {got}")
+    if page_table.dtype not in (torch.int32, torch.int64) or page_table.device != q.device:
+        raise ValueError(
+            f"page_table must be int32 or int64 on {q.device}: got {page_table.dtype} on {page_table.device}"
+        )
+    if k.device != q.device:
+        raise ValueError(f"k must be on the device of q, {q.device}: got {k.device}")
+    if k.shape[2] == 0:
+        raise ValueError("a page of k must have at least one token: got none")
+    _check_pair("", q, k, same_batch=False)
+    return [q, k, v]
+
+
 def check_query_block(query_block: int) -> None:
     """Checks how many queries share their top-k."""
     if not _is_int(query_block) or query_block < 1:
@@ -253,106 +313,47 @@ def check_query_block(query_block: int) -> None:
 
 def check_values(arguments: KLArguments | LSEArguments) -> None:
     """Checks what needs the tensors' values, for a caller that does not go through the operators."""
-    q, k, keys = arguments[0], arguments[1], arguments.keys
-    check_cu_seqlens(keys.cu_seqlens_q, keys.cu_seqlens_k, q.shape[2], k.shape[2])
-    check_topk(keys.topk, k.shape[2])
+    keys = arguments.keys
+    q, k = (arguments.q, arguments.k) if isinstance(arguments, LSEArguments) else arguments[2:4]
+    value_checks.check_cu_seqlens(keys.cu_seqlens_q, keys.cu_seqlens_k, q.shape[2], k.shape[2])
+    value_checks.check_topk(keys.topk, k.shape[2])
     if isinstance(arguments, KLArguments):
-        check_row_weight(arguments.row_weight)
+        value_checks.check_row_weight(arguments.row_weight)
 
 
-def check_cu_seqlens(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, nq: int, nk: int) -> None:
-    """Checks that ``cu_seqlens`` start at 0, do not fall and end within the tensors."""
-    for name, cu, tokens in (("cu_seqlens_q", cu_seqlens_q, nq), ("cu_seqlens_k", cu_seqlens_k, nk)):
-        if cu is None or not _may_read(cu):
-            continue
-        starts = cu.tolist()
-        if starts[0] != 0:
-            raise ValueError(f"{name} must start at 0: got {starts[0]}")
-        for n in range(len(starts) - 1):
-            if starts[n + 1] < starts[n]:
-                raise ValueError(f"{name} must not fall: got {starts[n + 1]} after {starts[n]} at position {n + 1}")
-        if starts[-1] > tokens:
-            raise ValueError(f"{name} must end within the {tokens} tokens given: got {starts[-1]}")
-
-
-def check_topk(
-    topk: Tensor | None,
-    nk: int,
-    whose: str = "topk_indices",
-    first_wrong_row: Callable[[Tensor, int], int] | None = None,
-) -> None:
-    """Checks that ``topk [B, topk_heads, Nq, K]`` holds keys from 0 to ``nk - 1``, or -1, and no key twice in a row.
-
-    An engine may have a faster ``first_wrong_row`` than the one here, with the same result.
-    """
-    if topk is None or not _may_read(topk) or topk.numel() == 0:
-        return
-    wrong = (first_wrong_row or _first_wrong_row)(topk, nk)
-    if wrong < 0:
-        return
-    _, topk_heads, rows, _ = topk.shape
-    row = topk[wrong // (topk_heads * rows), wrong // rows % topk_heads, wrong % rows].tolist()
-    for key in row:
-        if not -1 <= key < nk:
-            raise ValueError(f"{whose} must be keys from 0 to {nk - 1}, or -1 for none: got {key}")
-    twice = next(key for n, key in enumerate(row) if key >= 0 and key in row[:n])
-    raise ValueError(f"{whose} must not have a key twice in a row: got {twice}")
-
-
-def _first_wrong_row(topk: Tensor, nk: int) -> int:
-    """The first row of ``topk [B, topk_heads, Nq, K]`` that breaks the rule of `check_topk`, or -1, by sorting."""
-    step, before = max(1, TOPK_CHUNK // topk.shape[3]), 0
-    for part in (part for batch in topk for head in batch for part in head.split(step)):
-        keys = part.sort(-1).values
-        twice = ((keys[:, 1:] == keys[:, :-1]) & (keys[:, 1:] >= 0)).any(-1)
-        wrong = twice | (keys[:, 0] < -1) | (keys[:, -1] >= nk)
-        if bool(wrong.any()):
-            return before + int(wrong.nonzero()[0])
-        before += len(part)
-    return -1
-
-
-def check_row_weight(row_weight: Tensor | None) -> None:
-    """Checks that row weights are finite and not negative."""
-    if row_weight is None or not _may_read(row_weight):
-        return
-    good = torch.isfinite(row_weight) & (row_weight >= 0)
-    if not bool(good.all()):
-        raise ValueError(f"row_weight must be finite and not negative: got {row_weight[~good][0].item()}")
-
-
-def check_teacher_mass(mass: Tensor, lse: Tensor) -> None:
-    """Checks that the teacher's probabilities, normalised by ``teacher_lse [B, H, Nq]``, sum to 1 in every row.
-
-    ``mass [B, R, Nq]`` holds the sums. An LSE of another mask, scale or logarithm is off by far more than the rounding
-    of logits of its size, which is allowed for. A sum of nan is that of a row that is not finite, whose loss is nan.
-    """
-    if not _may_read(mass):
-        return
-    allowed = lse.abs().unflatten(1, (mass.shape[1], -1)).amax(2)
-    allowed.nan_to_num_(0.0, 0.0).mul_(64 * torch.finfo(torch.float32).eps).add_(0.01)  # in place: [B, R, Nq] is long
-    wrong = (mass - 1).abs_() > allowed
-    if bool(wrong.any()):
+def check_padding_mask(mask: Tensor, q: Tensor, k: Tensor, keys: Keys) -> None:
+    """Checks a ``key_padding_mask [B, N]``, but for holes, beside ``q, k [B, heads, N, D]``."""
+    if keys.key_span > 1:
         raise ValueError(
-            f"teacher_lse must be the natural log-sum-exp of the teacher's scaled logits over exactly the keys allowed "
-            f"here, so that its probabilities sum to 1: got rows that sum to {mass[wrong][0].item():.4g}"
+            f"key_padding_mask is for keys that are tokens: got it together with key_span={keys.key_span}; "
+            "packed tensors with cu_seqlens_q and cu_seqlens_k take key_span"
         )
+    if keys.packed:
+        raise ValueError("key_padding_mask is for dense tensors: got it together with cu_seqlens")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"key_padding_mask is for as many queries as keys: got {q.shape[2]} and {k.shape[2]}; "
+            "packed tensors with cu_seqlens_q and cu_seqlens_k can have different numbers"
+        )
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"key_padding_mask must be of bool, true for real tokens: got {got}")
+    if mask.shape != (k.shape[0], k.shape[2]):
+        raise ValueError(f"key_padding_mask must have shape {[k.shape[0], k.shape[2]]}: got {list(mask.shape)}")
+    if mask.device != k.device:
+        raise ValueError(f"key_padding_mask must be on the device of the keys, {k.device}: got {mask.device}")
 
 
 def check_teacher_lse(arguments: KLArguments, lse: Tensor) -> None:
     """Checks a given ``teacher_lse`` against the teacher's own, of the caller's shape, where no engine does."""
-    if arguments.teacher_lse is None or not _may_read(lse):
+    if arguments.teacher_lse is None or not value_checks.may_read(lse):
         return
     lse = lse.view_as(arguments.teacher_lse)
     mass = torch.where(lse == -torch.inf, 1.0, torch.exp(lse - arguments.teacher_lse))
     if arguments.row_weight is not None:
         counts = (arguments.row_weight != 0).repeat_interleave(mass.shape[1] // arguments.row_weight.shape[1], 1)
         mass = torch.where(counts, mass, 1.0)
-    check_teacher_mass(mass, arguments.teacher_lse)
-
-
-def _may_read(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" or os.environ.get("STREAMKL_CHECK") == "1"
+    value_checks.check_teacher_mass(mass, arguments.teacher_lse)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -364,7 +365,11 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _keys(
-    causal: bool, window: tuple[int, int] | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    key_span: int = 1,
 ) -> Keys:
     if not isinstance(causal, bool):
         raise ValueError(f"causal must be True or False: got {causal!r}")
@@ -375,6 +380,7 @@ def _keys(
         left, right = (None if side < 0 or side > FARTHEST else side for side in window)
     if causal:
         right = 0
+    _check_key_span(key_span, causal, window)
     given = [name for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)) if cu is not None]
     if len(given) == 1:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k go together: got {given[0]} alone")
@@ -391,14 +397,23 @@ def _keys(
                 f"cu_seqlens_q and cu_seqlens_k must have the same number of sequences: "
                 f"got {cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
             )
-    return Keys(left, right, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q is not None)
+    return Keys(left, right, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q is not None, key_span=key_span)
 
 
-def _canonical(named: dict[str, Tensor], keys: Keys) -> list[Tensor]:
+def _check_key_span(key_span: int, causal: bool, window: tuple[int, int] | None) -> None:
+    if not _is_int(key_span) or not 1 <= key_span <= FARTHEST_SPAN:
+        raise ValueError(f"key_span must be an integer from 1 to {FARTHEST_SPAN}: got {key_span!r}")
+    if key_span > 1 and not causal:
+        raise ValueError(f"key_span is for causal=True: got key_span={key_span} with causal=False")
+    if key_span > 1 and window is not None:
+        raise ValueError(f"key_span has no window: got key_span={key_span} with window={window!r}")
+
+
+def _canonical(named: dict[str, Tensor], keys: Keys, layout: str | None = None) -> list[Tensor]:
     """Checks rank, dtype, layout and device; returns ``[B, H, N, D]`` views, cast as autocast asks."""
-    layout = "[batch, heads, tokens, dim], or [tokens, heads, dim] with cu_seqlens_q and cu_seqlens_k"
     if keys.packed:
         layout = "[tokens, heads, dim] with cu_seqlens"
+    layout = layout or "[batch, heads, tokens, dim], or [tokens, heads, dim] with cu_seqlens_q and cu_seqlens_k"
     first_name, first = next(iter(named.items()))
     out = []
     for name, x in named.items():
@@ -407,6 +422,11 @@ def _canonical(named: dict[str, Tensor], keys: Keys) -> list[Tensor]:
         if x.layout != torch.strided or x.is_nested:
             kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
             raise ValueError(f"{name} must be a dense tensor: got {kind}")
+        if not torch.compiler.is_compiling() and (is_gradtrackingtensor(x) or is_batchedtensor(x)):
+            raise RuntimeError(
+                "streamkl: the transforms of torch.func (grad, vmap, jvp and others) are not supported; for gradients "
+                "call backward() of the loss, or torch.autograd.grad"
+            )
         if x.dim() != (3 if keys.packed else 4):
             raise ValueError(f"{name} must be of shape {layout}: got {list(x.shape)}")
         if x.dtype not in DTYPES:
@@ -424,11 +444,11 @@ def _canonical(named: dict[str, Tensor], keys: Keys) -> list[Tensor]:
     return out
 
 
-def _check_pair(side: str, q: Tensor, k: Tensor) -> None:
+def _check_pair(side: str, q: Tensor, k: Tensor, same_batch: bool = True) -> None:
     q_name, k_name = (f"{side}_q", f"{side}_k") if side else ("q", "k")
     if q.dtype != k.dtype:
         raise ValueError(f"{q_name} and {k_name} must share one dtype: got {q.dtype} and {k.dtype}")
-    if q.shape[0] != k.shape[0]:
+    if same_batch and q.shape[0] != k.shape[0]:
         raise ValueError(f"{q_name} and {k_name} must have the same batch: got {q.shape[0]} and {k.shape[0]}")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"{q_name} and {k_name} must have the same head dim: got {q.shape[3]} and {k.shape[3]}")
@@ -436,7 +456,24 @@ def _check_pair(side: str, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"{q_name} heads must be a multiple of {k_name} heads: got {q.shape[1]} and {k.shape[1]}")
 
 
-def _check_tokens(*sides: dict[str, Tensor]) -> None:
+def _check_target(target: str, queries: dict[str, Tensor], keys: dict[str, Tensor], packed: bool) -> int:
+    """Checks that both sides have the same queries, and the same keys or blocks of them; how many keys a block has."""
+    _check_choice("target", target, ("token", "block_sum"))
+    if target == "token":
+        _check_tokens(queries, keys, packed=packed)
+        return 1
+    _check_tokens(queries, packed=packed)
+    (teacher_name, teacher), (student_name, student) = keys.items()
+    _check_tokens({teacher_name: teacher[:, :, :0], student_name: student[:, :, :0]}, packed=packed)  # the batch
+    tokens, blocks = teacher.shape[2], student.shape[2]
+    if tokens != 0 and (blocks == 0 or tokens % blocks):
+        raise ValueError(
+            f"target='block_sum' takes a whole number of {teacher_name} per {student_name}: got {tokens} and {blocks}"
+        )
+    return tokens // blocks if tokens else 1
+
+
+def _check_tokens(*sides: dict[str, Tensor], packed: bool) -> None:
     """Checks that the tensors of both sides, ``[B, heads, tokens, dim]`` by name, have the same batch and tokens."""
     for (teacher_name, teacher), (student_name, student) in (side.items() for side in sides):
         for axis, dim in (("batch", 0), ("tokens", 2)):
@@ -444,8 +481,22 @@ def _check_tokens(*sides: dict[str, Tensor]) -> None:
                 raise ValueError(
                     f"{teacher_name} and {student_name} must have the same {axis}: got {teacher.shape[dim]} and "
                     f"{student.shape[dim]}, from [batch, heads, tokens, dim] = {list(teacher.shape)} and "
-                    f"{list(student.shape)}"
+                    f"{list(student.shape)}{_swapped(teacher_name, teacher, student_name, student, packed)}"
                 )
+
+
+def _swapped(teacher_name: str, teacher: Tensor, student_name: str, student: Tensor, packed: bool) -> str:
+    """A question, if heads and tokens look swapped: FlashAttention has tokens before heads, packed or not."""
+    (t_heads, t_tokens), (s_heads, s_tokens) = teacher.shape[1:3], student.shape[1:3]
+    if t_heads == s_heads and t_heads > max(t_tokens, s_tokens):
+        whose = f"{teacher_name} and {student_name}"
+    elif t_heads == s_tokens and t_heads > t_tokens:
+        whose = teacher_name
+    elif t_tokens == s_heads and s_heads > s_tokens:
+        whose = student_name
+    else:
+        return ""
+    return f"; did you mean {'.transpose(0, 1)' if packed else '.transpose(1, 2)'} of {whose}?"
 
 
 def _refuse_token_shards(named: dict[str, Tensor], keys: Keys) -> None:
@@ -510,13 +561,13 @@ def _with_topk(keys: Keys, topk: Tensor | None, q: Tensor, topk_heads: int | Non
     return keys._replace(topk=topk)
 
 
-def _teacher_lse(x: Tensor | None, q: Tensor, heads: int, keys: Keys) -> Tensor | None:
+def _log_sum_exp(name: str, x: Tensor | None, q: Tensor, heads: int, keys: Keys) -> Tensor | None:
     if x is None:
         return None
-    x = _row_tensor("teacher_lse", x, q, heads, keys, False)
+    x = _row_tensor(name, x, q, heads, keys, False)
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"teacher_lse must be float32 or float64, because its rounding scales every probability: got {x.dtype}"
+            f"{name} must be float32 or float64, because its rounding scales every probability: got {x.dtype}"
         )
     return x
 

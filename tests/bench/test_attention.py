@@ -6,19 +6,35 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from streamkl.bench import attention
+from streamkl.bench import attention, isolated
 from streamkl.bench.attention import ATTENTION, BOTH, LOGITS, MATERIALISED, STUDENT, TEACHER, Cost
 from streamkl.bench.gate import RedGateError
 from streamkl.testing.tiny_models import tiny_model
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # a process per call
 def test_every_call_runs_and_its_memory_is_measured(tmp_path: Path) -> None:
     tiny_model("llama", hidden_size=64).save_pretrained(tmp_path)
     costs = attention.run(str(tmp_path), [64], [64], 64, seconds=0.0, dtype="float32", checkpointing=True)
     assert [cost.call for cost in costs] == [STUDENT, TEACHER, LOGITS, ATTENTION, BOTH, MATERIALISED]
     assert all(cost.seconds is not None and cost.seconds > 0 for cost in costs)
     assert all(cost.extra_bytes >= 0 for cost in costs)
+
+
+def test_every_call_runs(tmp_path: Path) -> None:
+    tiny_model("llama", hidden_size=64).save_pretrained(tmp_path)
+    bench = attention.Bench(str(tmp_path), "float32", checkpointing=True)
+    losses = {name: bench.call(name, bench.ids(64)) for name in (STUDENT, LOGITS, ATTENTION, BOTH, MATERIALISED)}
+    assert losses[ATTENTION] == pytest.approx(losses[MATERIALISED], rel=1e-5)
+    assert losses[BOTH] > losses[LOGITS]
+    assert bench.call(TEACHER, bench.ids(64)) == 0
+
+
+@pytest.mark.slow
+def test_memory_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    tiny_model("llama", hidden_size=64).save_pretrained(tmp_path)
+    request = {"model": str(tmp_path), "dtype": "float32", "checkpointing": True, "tokens": 256, "call": BOTH}
+    assert isolated.extra_bytes(attention.__name__, request) > 0
 
 
 def test_a_loss_that_is_not_that_of_the_matrices_shows_no_figure(tmp_path: Path, monkeypatch) -> None:

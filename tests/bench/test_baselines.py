@@ -42,7 +42,7 @@ def test_eager_and_chunked_keep_the_accuracy_rule(name: str, dtype: torch.dtype,
     assert errors.worst <= 1, errors
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # inductor compiles for most of a minute
 def test_compiled_keeps_the_accuracy_rule() -> None:
     case = make_case(dtypes=(torch.bfloat16, torch.bfloat16), tokens=(101, 101), causal=True, guard=False)
     errors = check_accuracy(case, function=as_attention_kl("compiled"))

@@ -114,7 +114,7 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr("streamkl.bench.plots", raising=False)
     result = bench("plot", str(tmp_path / "bench.jsonl"))
     assert result.exit_code == 2
-    assert "pip install 'streamkl[bench]'" in shown(result)
+    assert "pip install -e '.[bench]' in the checkout" in shown(result)
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_step_of_distillation_needs_transformers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = bench("distill", "--model", str(tmp_path))
     assert result.exit_code == 2
-    assert "pip install 'streamkl[hf]'" in shown(result)
+    assert "pip install -e '.[hf]' in the checkout" in shown(result)
 
 
 def test_the_help_names_every_suite_and_no_type_of_python() -> None:

@@ -19,9 +19,10 @@ selfcheck = import_module("streamkl.cli.selfcheck")  # the command of that name 
 def test_a_report_of_checks_and_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests run with Triton's interpreter on, so that the Triton engine is among what is checked."""
     pytest.importorskip("triton", "3.7")
-    monkeypatch.setattr(selfcheck, "INTERPRETED_SEEDS", 3)
+    monkeypatch.setattr(selfcheck, "INTERPRETED_SEEDS", 1)
+    monkeypatch.setattr(checks, "REPEATS", 2)
     monkeypatch.setattr(gate, "TOKENS", 97)
-    assert selfcheck.run(torch.device("cpu"), "auto", 5, True, tmp_path / "here") == 0
+    assert selfcheck.run(torch.device("cpu"), "auto", 3, True, tmp_path / "here") == 0
     report = json.loads((tmp_path / "here.json").read_text())
     names = [check["name"].split(",")[0] for check in report["checks"]]
     assert names == ["accuracy", "determinism", "accuracy", "determinism", "memory"]
@@ -38,9 +39,12 @@ def test_a_report_of_checks_and_timings(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_wrong_engine_fails_and_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(engines, "PREFERENCE", ("tiled",))
+    monkeypatch.setattr(checks, "REPEATS", 2)
+    same = checks.isolated.Measurement(1.0, 1 << 20, 0, None)  # processes of their own are measured above
+    monkeypatch.setattr(checks.isolated, "run", lambda *_: same)
     logits = tiled._Operand.score
     monkeypatch.setattr(tiled._Operand, "score", lambda *args: logits(*args) * 1.001)
-    assert selfcheck.run(torch.device("cpu"), "tiled", 4, True, tmp_path / "here") == 1
+    assert selfcheck.run(torch.device("cpu"), "tiled", 2, True, tmp_path / "here") == 1
     report = json.loads((tmp_path / "here.json").read_text())
     assert report["timings"] == []
     assert "seed" in report["checks"][0]["failures"][0]

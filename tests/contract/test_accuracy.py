@@ -72,7 +72,8 @@ def test_head_dims(dim: int, backend: str) -> None:
 @pytest.mark.parametrize("student", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [HEADS["gqa_both"], HEADS["odd_counts"]], ids=["per_head", "groups"])
 def test_dtypes_of_teacher_and_student(heads: Heads, student: torch.dtype, teacher: torch.dtype, backend: str) -> None:
-    for teacher_lse in (False, True):
+    alternate = (DTYPES.index(teacher) + DTYPES.index(student)) % 2 == 1
+    for teacher_lse in (False, True) if backend == "cpu" else (alternate,):
         case = make_case(5, heads=heads, dtypes=(teacher, student), causal=True, teacher_lse=teacher_lse)
         assert_accurate(case, backend)
 

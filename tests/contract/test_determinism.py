@@ -24,7 +24,7 @@ def test_repeated_calls_are_bit_equal(heads, teacher_lse, wanted, dtype, backend
             attention_kl, case.tensors, case, **case.options, teacher_lse=case.teacher_lse, deterministic=True,
             backend=backend,
         ).named()
-        for _ in range(3 if backend == "triton" else 20)  # the interpreter has one thread
+        for _ in range(20 if backend == "cpu" else 3)  # the others add up in one order, whatever the threads do
     ]  # fmt: skip
     for run in runs[1:]:
         for name, value in runs[0].items():

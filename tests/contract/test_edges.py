@@ -126,6 +126,8 @@ def test_constant_offsets_of_thousands(offset, heads, backend) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 def test_a_million_keys(teacher_lse, backend, monkeypatch, request) -> None:
+    if backend == "tiled" and not (teacher_lse or request.config.getoption("--nightly")):
+        pytest.skip("half a minute: --nightly runs it")
     if backend == "triton" and (teacher_lse or not request.config.getoption("--nightly")):
         pytest.skip("a minute in the interpreter: --nightly runs it, without the log-sum-exp")
     monkeypatch.undo()  # real tiles: these keys would take the small ones minutes

@@ -138,7 +138,7 @@ def test_an_indexer_equal_to_its_teacher_has_no_divergence(teacher_lse, dtype, b
 def test_a_divergence_is_never_below_zero_but_for_rounding(seed: int, backend: str) -> None:
     """With our own log-sum-exp; in every other problem the indexer is its teacher."""
     case = random_indexer_case(seed, dtypes=(torch.float32, torch.bfloat16), max_tokens=30, topk=False)
-    x, options = case.clean(), {**case.options, "reduction": "none", "row_weight": None}
+    x, options = case.clean(), {**case.options, "reduction": "none", "row_weight": None, "teacher_rest": None}
     if seed % 2:
         q, k = x["teacher_q"][:, :1], x["teacher_k"][:, :1]
         x = {"teacher_q": q, "teacher_k": k, "index_q": q, "index_k": k.squeeze(1)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamkl import attention_kl, attention_lse, indexer_kl, validation
+from streamkl import attention_kl, attention_lse, indexer_kl, value_checks
 from streamkl.testing import Heads, IndexerHeads, make_case, make_indexer_case
 
 MESSAGE = "so that its probabilities sum to 1: got rows that sum to"
@@ -99,7 +99,7 @@ def test_in_rows_that_do_not_count_it_is_not_looked_at(heads, reduction, backend
 
 def test_on_other_devices_it_is_read_only_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     mass, lse = torch.empty(1, 2, 5, device="meta"), torch.empty(1, 4, 5, device="meta")
-    validation.check_teacher_mass(mass, lse)
+    value_checks.check_teacher_mass(mass, lse)
     monkeypatch.setenv("STREAMKL_CHECK", "1")
     with pytest.raises((NotImplementedError, RuntimeError)):  # it tries to read what a meta tensor does not have
-        validation.check_teacher_mass(mass, lse)
+        value_checks.check_teacher_mass(mass, lse)

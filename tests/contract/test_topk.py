@@ -35,8 +35,8 @@ def run(case, backend: str, function=attention_kl, **options):
 
 
 def queries(backend: str, count: int) -> int:
-    """How many queries a problem has: each is a program of the Triton engine, and the interpreter takes its time."""
-    return count // 5 if backend == "triton" else count
+    """How many queries a problem has: each is a tile of two engines, and Python takes its time for one."""
+    return count // {"triton": 5, "tiled": 3}.get(backend, 1)
 
 
 def only_on_other_engines(backend: str, repeated: bool) -> None:

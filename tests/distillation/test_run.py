@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from streamkl.distillation import checkpoints
+from streamkl.distillation.arguments import training_arguments
 from streamkl.distillation.checkpoints import CheckpointError
-from streamkl.distillation.run import distill, training_arguments
+from streamkl.distillation.run import distill
 from streamkl.sparse import IndexerSelector
 
 
@@ -20,6 +21,7 @@ def curves(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "curves.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.filterwarnings("ignore:a top-k of")
 @pytest.mark.parametrize("options", [{}, {"heads": 4, "init": "teacher", "temperature": True, "row_weight": "late"}])
 def test_indexers_learn_and_their_folder_makes_the_model_sparse(
     tiny: Any, llama: Path, prose: Path, tmp_path: Path, options: dict[str, Any]
@@ -113,8 +115,15 @@ def test_what_set_names_is_an_argument_without_a_flag(entry: str, message: str, 
         training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", set=[entry]))
 
 
+@pytest.mark.parametrize("entry", ["fsdp=full_shard", "fsdp_config={version: 2}", "ddp_bucket_cap_mb=1"])
+def test_settings_that_would_shard_nothing_are_refused(entry: str, tiny: Any, tmp_path: Path) -> None:
+    name = entry.partition("=")[0]
+    with pytest.raises(ValueError, match=f"{name} would have no effect: indexers are small"):
+        training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", set=[entry]))
+
+
 def test_logs_go_to_what_is_installed(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamkl.distillation.run.get_available_reporting_integrations", lambda: ["mlflow"])
+    monkeypatch.setattr("streamkl.distillation.arguments.get_available_reporting_integrations", lambda: ["mlflow"])
     with pytest.raises(ValueError, match="report_to has packages that are not installed: wandb; pip install them"):
         training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", report_to=["mlflow", "wandb"]))
 

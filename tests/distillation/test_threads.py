@@ -24,8 +24,14 @@ def test_threads_have_the_losses_and_gradients_that_each_batch_has_alone(small: 
     parameters = list(small.distiller.indexers.parameters())
 
     def run(n: int) -> torch.Tensor:
-        loss = small.distiller(batches[n], weights[n])["loss"]
-        return torch.cat([x.flatten() for x in (loss.detach(), *torch.autograd.grad(loss, parameters))])
+        gradients: list[torch.Tensor] = []
+
+        def backward(loss: torch.Tensor) -> None:
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)  # those of the loss's own layer
+            gradients.extend(gradient.flatten() for gradient in found if gradient is not None)
+
+        loss = small.distiller(batches[n], weights[n], backward)["loss"]
+        return torch.cat([loss.flatten(), *gradients])
 
     in_threads(run, len(batches), threads=4, calls=12)
 

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from streamkl import attention_kl, attention_lse, indexer_kl, validation
+from streamkl import attention_kl, attention_lse, indexer_kl, value_checks
 
 INDEX_HEADS, SELECTED = 8, 96
 """Heads of an indexer, and selected keys of a row."""
@@ -28,7 +28,7 @@ def main(tokens: int, dtype: torch.dtype, path: str, backend: str, heads: int, t
         rows, steps = torch.arange(tokens)[:, None], torch.arange(SELECTED)
         spread = rows - steps * (1 + rows // SELECTED)
         options["topk_indices"] = torch.where(spread >= 0, spread, -1)[None]
-        validation.TOPK_CHUNK = 1 << 12  # or the check of the indices would take more than what is to be measured
+        value_checks.TOPK_CHUNK = 1 << 12  # or the check of the indices would take more than what is to be measured
     function = attention_kl if student_k.dim() == 4 else indexer_kl
     student_q.requires_grad_()
     student_k.requires_grad_()

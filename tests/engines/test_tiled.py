@@ -129,6 +129,21 @@ def test_a_window_visits_only_its_tiles(blocks) -> None:
     assert products.logits(TEACHER_DIM) == 400 / BLOCK_Q  # a block of 16 rows sees at most 24 keys
 
 
+@pytest.mark.parametrize("tokens", [(130, 32), (64, 40)], ids=str)
+def test_keys_that_stand_for_four_tokens_are_multiplied_once_a_query_sees_them(tokens, blocks) -> None:
+    case = make_indexer_case(0, heads=IndexerHeads(6, 2, 3), dims=(TEACHER_DIM, STUDENT_DIM), tokens=tokens, batch=1,
+                             key_span=4, teacher_lse=True)  # fmt: skip
+    (nq, nk), tiles = tokens, 0
+    allowed = torch.arange(nk) < (torch.arange(nq)[:, None] + 1) // 4 + nk - nq // 4
+    live = allowed[allowed.any(-1)]  # blocks start at the first row that sees a key
+    for rows in live.split(BLOCK_Q):
+        tiles += sum(bool(block.any()) for block in rows.split(BLOCK_K, 1))
+    products = count(case)
+    assert products.logits(TEACHER_DIM) == 6 * tiles
+    assert products.logits(STUDENT_DIM) == products.gradients(STUDENT_DIM) == 2 * tiles
+    assert tiles < math.ceil(nq / BLOCK_Q) * math.ceil(nk / BLOCK_K) or tokens != (130, 32), "no tile was hidden"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "path", "tokens"), [("float32", "two_passes", 8193), ("bfloat16", "one_pass", 8193)])
 def test_scratch_does_not_grow_with_the_sequence(dtype: str, path: str, tokens: int, allocations) -> None:

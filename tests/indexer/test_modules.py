@@ -1,5 +1,7 @@
 """What holds for both indexers: their tensors, scores, loss and top-k."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -92,10 +94,19 @@ def test_topk_of_a_query_block_has_its_diagonal_and_then_the_best_of_all_its_que
 def test_topk_has_the_arguments_of_index_topk_packed_or_not(kind) -> None:
     indexer, packed = make(kind), torch.tensor([0, 11, 11, TOKENS], dtype=torch.int32)
     hidden = torch.randn(TOKENS, HIDDEN)
-    options = {"topk": 5, "query_block": 4, "causal": True, "window": (9, 0)}
+    options = {"topk": 5, "query_block": 4, "causal": True, "window": (9, 0), "normalise": True, "index_scale": 3.0}
+    options["backend"] = "tiled"
+    named = set(inspect.signature(index_topk).parameters) - {"index_q", "index_k", "index_w", "activation"}
+    assert named <= set(inspect.signature(indexer.topk).parameters)
     starts = {"cu_seqlens_q": packed, "cu_seqlens_k": packed}
     expected = index_topk(*indexer(hidden, cu_seqlens=packed), **options, **starts)
-    assert torch.equal(indexer.topk(hidden, **options, cu_seqlens=packed), expected)
+    assert torch.equal(indexer.topk(hidden, **options, **starts), expected)
+    assert torch.equal(indexer.topk(hidden, **options, cu_seqlens_q=packed), expected)
+    for other in (packed[1:], packed + torch.tensor([0, 1, 1, 0], dtype=torch.int32)):
+        with pytest.raises(ValueError, match="cu_seqlens_k must be equal to cu_seqlens_q"):
+            indexer.topk(hidden, 5, cu_seqlens_q=packed, cu_seqlens_k=other)
+    with pytest.raises(ValueError, match="got cu_seqlens_k alone"):
+        indexer.topk(hidden, 5, cu_seqlens_k=packed)
     assert torch.equal(indexer.topk(hidden[None], **options), index_topk(*indexer(hidden[None]), **options))
 
 
@@ -134,7 +145,10 @@ def test_packed_sequences_are_those_sequences(kind) -> None:
     packed = {"cu_seqlens": torch.tensor(starts, dtype=torch.int32)}
     packed_q, packed_k = (x[0].transpose(0, 1) for x in (q, k))
     rows = indexer.loss(hidden[0], packed_q, packed_k, reduction="none", **packed)
-    selected, scores = indexer.topk(hidden[0], 6, **packed), indexer.scores(hidden[0], **packed)
+    selected, scores = (
+        indexer.topk(hidden[0], 6, cu_seqlens_q=packed["cu_seqlens"]),
+        indexer.scores(hidden[0], **packed),
+    )
     tensors = indexer(hidden[0], **packed)
     assert (rows.shape, selected.shape, scores.shape) == ((1, TOKENS), (TOKENS, 6), (TOKENS, TOKENS))
     for start, end in ((0, 11), (11, TOKENS)):

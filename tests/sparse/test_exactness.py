@@ -10,6 +10,7 @@ from streamkl.testing import (
     check_index_topk,
     check_normalised_topk,
     check_oracle_topk,
+    check_paged_attention,
     check_sparse_attention,
     random_sparse_case,
 )
@@ -26,6 +27,8 @@ def case(backend, fuzz_seed, monkeypatch):
         cut = {"hold": rng.choice((32, 1024)), "chunk": 32, "grad": rng.choice((32, 128))}
         config = Config(rows=rng.choice((16, 32)), keys=rng.choice((4, 8, 16)), warps=1, stages=1, **cut)
         monkeypatch.setattr(architecture, "INTERPRETED", config)
+        for name, sizes in {"SCORES": (1, 1000, 1 << 24), "RANKED": (16, 64), "PIECE": (16, 32)}.items():
+            monkeypatch.setattr(f"streamkl.engines.triton.plans.selection.{name}", rng.choice(sizes))
     sizes = {"max_tokens": 16} if backend == "triton" else {}
     return random_sparse_case(fuzz_seed, dtypes=DTYPES if backend == "tiled" else DTYPES[1:], **sizes)
 
@@ -36,16 +39,22 @@ def test_sparse_attention_keeps_the_accuracy_rule(backend, case) -> None:
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
-@pytest.mark.sparse
+@pytest.mark.attends
+def test_sparse_attention_of_pages_keeps_the_accuracy_rule(backend, case) -> None:
+    errors = check_paged_attention(case, backend)
+    assert errors.worst <= 1, f"{errors}; {case}"
+
+
+@pytest.mark.selects
 def test_index_topk_is_the_definition_to_the_last_key(backend, case) -> None:
     check_index_topk(case, backend)
 
 
-@pytest.mark.sparse
+@pytest.mark.oracle
 def test_oracle_topk_is_the_definition_up_to_rounding(backend, case) -> None:
     check_oracle_topk(case, backend)
 
 
-@pytest.mark.sparse
+@pytest.mark.selects
 def test_normalised_index_topk_is_the_definition_up_to_rounding(backend, case) -> None:
     check_normalised_topk(case, backend)

@@ -67,14 +67,18 @@ def op_arguments() -> dict[str, tuple]:
         q, k, v, index_q = (y[n] if kind == "dense" else y[n].transpose(1, 2) for n in ("q", "k", "v", "index_q"))
         keys = (y.get("cu_seqlens_q"), y.get("cu_seqlens_k"), None, 0, query_block, "tiled")
         lse = torch.ops.streamkl.logsumexp(
-            q, k, None, None, *keys[:2], None, False, False, None, 0, False, torch.float32, "tiled"
+            q, k, None, None, *keys[:2], None, False, False, None, 0, 1, False, torch.float32, "tiled"
         )
         index = (index_q, y["index_k"][:, None], y["index_w"].transpose(1, 2), None)
         indices = torch.ops.streamkl.attention_topk(q, k, lse[0] + lse[1], None, TOPK, *keys)
+        halves, rest = tuple(x.bfloat16() for x in (q, k, v)), (indices, None, *keys)
+        output = torch.ops.streamkl.sparse_attention(q, k, v, *rest, True, None)
         arguments |= {
             f"index_topk-{kind}-{query_block}": (*index, None, True, TOPK, *keys),
             f"attention_topk-{kind}-{query_block}": (q, k, lse[0] + lse[1], None, TOPK, *keys),
-            f"sparse_attention-{kind}-{query_block}": (q, k, v, indices, None, *keys),
+            f"sparse_attention-{kind}-{query_block}": (q, k, v, indices, None, *keys, True, None),
+            f"sparse_attention-{kind}-{query_block}-bfloat16": (*halves, indices, None, *keys, True, None),
+            f"sparse_attention_backward-{kind}-{query_block}": (torch.ones_like(output[0]), *output, q, k, v, *rest),
         }
     return arguments
 
@@ -84,7 +88,11 @@ ARGUMENTS = op_arguments()
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_opcheck(name: str) -> None:
-    torch.library.opcheck(getattr(torch.ops.streamkl, name.split("-")[0]).default, ARGUMENTS[name])
+    operator = name.split("-")[0]
+    arguments = [x.detach() if isinstance(x, Tensor) else x for x in ARGUMENTS[name]]
+    if operator == "sparse_attention":  # differentiable, by its first three arguments
+        arguments[:3] = [x.requires_grad_() for x in arguments[:3]]
+    torch.library.opcheck(getattr(torch.ops.streamkl, operator).default, tuple(arguments))
 
 
 def test_every_operator_is_opchecked() -> None:

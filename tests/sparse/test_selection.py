@@ -72,7 +72,7 @@ def test_dense_scores_equal_their_definition(seed, sparse_case) -> None:
     torch.testing.assert_close(case.rows(scores), case.scores(), msg=str(case))
 
 
-@pytest.mark.sparse
+@pytest.mark.selects
 def test_a_score_that_is_not_a_number_is_never_selected(backend) -> None:
     index_q, index_k = torch.ones(1, 1, 3, 2), torch.ones(1, 3, 2)
     index_k[0, 1] = torch.nan
@@ -80,7 +80,7 @@ def test_a_score_that_is_not_a_number_is_never_selected(backend) -> None:
     assert found[0].tolist() == [[0, -1, -1], [0, -1, -1], [0, 2, -1]]
 
 
-@pytest.mark.sparse
+@pytest.mark.selects
 def test_an_infinite_score_does_not_come_before_the_keys_on_the_diagonal(backend) -> None:
     index_q, index_k = torch.ones(1, 1, 6, 1), torch.ones(1, 6, 1)
     index_k[0, 0] = torch.inf

@@ -22,6 +22,7 @@ def call_of(case) -> AttentionCall:
     return AttentionCall(case.q, case.k, **case.mask, index=IndexTensors(case.index_q, case.index_k, case.index_w))
 
 
+@pytest.mark.filterwarnings("ignore:a top-k of")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(24))
 def test_a_budget_of_all_keys_is_dense_attention(seed, kind, sparse_case) -> None:
@@ -39,6 +40,7 @@ def test_a_budget_of_all_keys_is_dense_attention(seed, kind, sparse_case) -> Non
     torch.testing.assert_close(out.transpose(0, 1)[None] if case.packed else out, dense, msg=str(case))
 
 
+@pytest.mark.filterwarnings("ignore:a top-k of")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("topk", [1, 3, 8, 20])
 def test_no_query_is_left_without_a_key(kind, topk) -> None:
@@ -57,6 +59,7 @@ def test_no_query_is_left_without_a_key(kind, topk) -> None:
                 assert (indices[:, inside, n] == (own + n)[inside, 0]).all()
 
 
+@pytest.mark.filterwarnings("ignore:a top-k of")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("topk", [1, 3, 5, 8, 9])
 @pytest.mark.parametrize("left", [0, 2, 5, 40])
@@ -107,3 +110,16 @@ def test_wrong_arguments_are_refused() -> None:
         WindowSelector(1, 1, sinks=-1)
     with pytest.raises(ValueError, match=r"call\.index must hold an indexer's tensors"):
         IndexerSelector(1, 1).select(AttentionCall(q, q))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_top_k_that_holds_only_the_diagonal_of_its_query_block_is_warned_of_at_the_callers_line(kind) -> None:
+    for topk, query_block in ((8, 64), (64, 64)):
+        message = (
+            f"a top-k of {topk} keys shared by a query block of {query_block} holds only keys on the block's diagonal"
+        )
+        with pytest.warns(UserWarning, match=f"{message}: select more than {query_block} keys") as caught:
+            KINDS[kind](topk=topk, query_block=query_block)
+        assert [warning.filename for warning in caught] == [__file__]
+    for topk, query_block in ((8, 1), (1, 1), (65, 64)):
+        KINDS[kind](topk=topk, query_block=query_block)  # a warning would be an error

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import streamkl
+from streamkl import loss
 from streamkl.engines import tiled
 from streamkl.problem import Support
 from streamkl.testing import Case, Heads, IndexerHeads, check_accuracy, make_case, make_indexer_case, random_case
@@ -54,7 +55,7 @@ def test_a_key_block_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, s
     assert check_accuracy(make_case(0, causal=True, tokens=(100, 100)), "tiled").worst > 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_accumulated_in_the_inputs_dtype_are_seen(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:
     cases = [make_case(seed, dtypes=HALF, tokens=(400, 30), dims=(16, 16), reduction="sum") for seed in range(6)]
     assert failures(cases, "student_k") == 0
@@ -84,6 +85,15 @@ def test_a_gradient_of_index_weights_off_by_two_percent_is_seen(teacher_lse, dty
     errors = check_accuracy(case, "tiled")
     assert errors.error["index_w"] > errors.bound["index_w"]
     assert errors.error["index_q"] <= errors.bound["index_q"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_share_of_the_softmax_that_is_off_by_two_percent_is_seen(dtype, monkeypatch) -> None:
+    case = make_indexer_case(0, dtypes=(dtype, dtype), teacher_rest=True)
+    assert check_accuracy(case, "tiled").worst <= 1
+    weigh = loss._weighed_by_share
+    monkeypatch.setattr(loss, "_weighed_by_share", lambda m, ln_l, rest, groups: weigh(m, ln_l, 1.02 * rest, groups))
+    assert check_accuracy(case, "tiled").worst > 1
 
 
 def test_an_epsilon_in_the_logarithm_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

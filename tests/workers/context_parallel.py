@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import streamkl
 import streamkl.flops
 from streamkl.distributed import ContextParallel
+from streamkl.indexer import HeadIndexer, rope_tables
 from streamkl.testing import Case, check_accuracy, evaluate, random_case, random_indexer_case
+from streamkl.testing.memory import counted_peak
+from streamkl.testing.traffic import Traffic
 
 TOKENS = 203
 """A length that neither 4 nor 8 chunks divide."""
@@ -68,7 +70,7 @@ class Parallel:
         self.cp = ContextParallel(mesh, q, k)
 
     def dim(self, name: str) -> int:
-        if name in ("loss", "row_weight", "teacher_lse", "topk_indices"):
+        if name in ("loss", "row_weight", "teacher_lse", "teacher_rest", "topk_indices"):
             return -2 if name == "topk_indices" else -1
         return 0 if self.packed else 1 if name in ("index_k", "index_w") else 2
 
@@ -148,22 +150,6 @@ def attention(mesh: DeviceMesh) -> dict[str, list[float]]:
     return found
 
 
-class Traffic(TorchDispatchMode):
-    """Counts what a rank gets from others, in the collectives that torch runs."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size, self.bytes = size, {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind, _, name = func._schema.name.partition("::")
-        if kind == "c10d":
-            received = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            share = received.nbytes if name == "allreduce_" else received.nbytes * (self.size - 1) // self.size
-            self.bytes.setdefault(name, []).append(share)
-        return func(*args, **(kwargs or {}))
-
-
 def layer(mesh: DeviceMesh, tokens: int, batch: int, dtype: torch.dtype, counter: Any) -> None:
     """One layer of distillation: attention and the loss of an indexer; what counts is counted."""
     rng = torch.Generator().manual_seed(1)
@@ -199,7 +185,28 @@ def traffic(mesh: DeviceMesh) -> list[dict[str, Any]]:
     for tokens, batch, dtype in ((64, 1, torch.float32), (TOKENS, 2, torch.bfloat16)):
         counter = Traffic(mesh.size())
         layer(mesh, tokens, batch, dtype, counter)
-        found.append({"tokens": tokens, "batch": batch, "itemsize": dtype.itemsize, "bytes": counter.bytes})
+        found.append({"tokens": tokens, "batch": batch, "dtype": str(dtype)[6:], "bytes": counter.bytes})
+    return found
+
+
+def memory(mesh: DeviceMesh) -> list[dict[str, Any]]:
+    """Bytes that one layer of distillation adds on rank 0: attention, and an indexer and its loss."""
+    found = []
+    for tokens, heads, dim in ((1024, 1, 64), (1024, 6, 32)):
+        cp = ContextParallel(mesh, tokens)
+        query, key, value = (torch.randn(1, h, cp.queries.length, dim) for h in (heads, 1, 1))
+        hidden, tables = torch.randn(1, cp.queries.length, 16), rope_tables(cp.position_ids(), 64)
+        indexer = HeadIndexer(16, head_dim=64)
+
+        def step(cp=cp, query=query, key=key, value=value, hidden=hidden, tables=tables, indexer=indexer) -> None:
+            keys = cp.gather(key)
+            output, lse = cp.attention(query, keys, value)
+            index = indexer(hidden, position_embeddings=tables)
+            cp.indexer_kl(query, keys, *index, teacher_lse=lse).backward()
+            del output
+
+        step()
+        found.append({"tokens": tokens, "heads": heads, "dim": dim, "bytes": counted_peak(step)})
     return found
 
 
@@ -267,6 +274,7 @@ def main(to: str, seeds: int) -> None:
         "attention": attention(mesh),
         "products": balance(mesh),
         "traffic": traffic(mesh),
+        "memory": memory(mesh),
         "refusals": refusals(mesh),
         "shared_keys": shared_keys_are_those_of_the_rank(mesh),
     }

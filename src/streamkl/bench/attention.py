@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from streamkl.bench.distill import RETURNED
 from streamkl.bench.gate import RedGateError
-from streamkl.bench.isolated import peak_resident, start_counting
+from streamkl.bench.isolated import extra_bytes, peak_resident, start_counting
 from streamkl.bench.measure import alternate
 from streamkl.testing.materialised import eager, materialised_losses
 
@@ -78,7 +75,7 @@ def run(
             medians = {name: statistics.median(measured[name]) for name in names}
         for name in names:
             request = {"model": model, "dtype": dtype, "checkpointing": checkpointing, "tokens": tokens, "call": name}
-            costs.append(Cost(tokens, name, medians.get(name), _memory(request)))
+            costs.append(Cost(tokens, name, medians.get(name), extra_bytes(__name__, request)))
     return costs
 
 
@@ -168,14 +165,6 @@ def logits_kl(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(teacher || student) per token."""
     log_q, log_p = (x.flatten(0, 1).log_softmax(-1) for x in (student, teacher))
     return functional.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
-
-
-def _memory(request: dict[str, Any]) -> int:
-    command = [sys.executable, "-m", __name__, json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **RETURNED})
-    if done.returncode != 0:
-        raise RuntimeError(f"{request} failed: {done.stderr.strip()[-2000:]}")
-    return int(done.stdout.splitlines()[-1])
 
 
 def _main(request: dict[str, Any]) -> None:

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import streamkl
 from streamkl.bench import baselines
 from streamkl.bench.gate import RedGateError
-from streamkl.bench.isolated import peak_resident, start_counting
+from streamkl.bench.isolated import extra_bytes, peak_resident, start_counting
 from streamkl.bench.measure import alternate
 
 FORWARD, WITH_HEAD, STEP, MATERIALISED = "forward", "forward with logits", "step", "materialised"
@@ -27,8 +24,6 @@ FORWARD, WITH_HEAD, STEP, MATERIALISED = "forward", "forward with logits", "step
 optimizer; the same step with the matrices of the loss in memory."""
 GATE_TOKENS, GATE = 512, 0.01
 """The two losses must agree to a hundredth, bfloat16's rounding, or no figure is shown."""
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""Makes glibc return freed memory where memory is measured: a peak is then memory in use, not what malloc kept."""
 
 
 class Cost(NamedTuple):
@@ -73,7 +68,7 @@ def run(
         measured = alternate(calls, seconds, bench.ready)
         for name in names:
             request = {"model": model, "heads": heads, "head_dim": head_dim, "tokens": tokens, "call": name}
-            costs.append(Cost(tokens, name, statistics.median(measured[name]), _memory(request)))
+            costs.append(Cost(tokens, name, statistics.median(measured[name]), extra_bytes(__name__, request)))
     return costs
 
 
@@ -105,7 +100,7 @@ class Bench:
         """Sets up the model for a call."""
         self.backbone.set_attn_implementation("sdpa" if name in self.frozen else "streamkl_distill")
         for layer in self.distiller.layers:
-            layer.divergence = materialised_kl if name == MATERIALISED else streamkl.indexer_kl
+            layer.divergence = materialised_kl if name == MATERIALISED else None
 
     def call(self, name: str, ids: Tensor) -> Callable[[], Any]:
         """The call of a name."""
@@ -118,7 +113,7 @@ class Bench:
 
     def step(self, ids: Tensor) -> None:
         """A whole step."""
-        self.distiller(ids)["loss"].backward()
+        self.distiller(ids, backward=Tensor.backward)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -144,14 +139,6 @@ def materialised_kl(
     """The loss of relu indexers with both matrices in memory, with the teacher's default scale."""
     (rows,) = baselines.eager_indexer(teacher_q, teacher_k, index_q, index_k.unsqueeze(1), index_w, causal=True)
     return rows.mean()
-
-
-def _memory(request: dict[str, Any]) -> int:
-    command = [sys.executable, "-m", __name__, json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **RETURNED})
-    if done.returncode != 0:
-        raise RuntimeError(f"{request} failed: {done.stderr.strip()[-2000:]}")
-    return int(done.stdout.splitlines()[-1])
 
 
 def _main(request: dict[str, Any]) -> None:

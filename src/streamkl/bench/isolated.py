@@ -21,6 +21,9 @@ import torch
 
 from streamkl.bench.cells import Cell, draw_inputs
 
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+"""Makes glibc return freed memory where memory is measured: a peak is then memory in use, not what malloc kept."""
+
 
 class Measurement(NamedTuple):
     """One call's time, and its memory.
@@ -49,6 +52,15 @@ def run(cell: Cell, implementation: str, backend: str, device: torch.device, thr
     if result.returncode != 0:
         raise RuntimeError(f"{implementation} failed on {cell}: {result.stderr.strip()[-2000:]}")
     return Measurement(**json.loads(result.stdout.splitlines()[-1]))
+
+
+def extra_bytes(module: str, request: dict[str, Any]) -> int:
+    """The memory that a request adds to its process, which runs ``python -m module REQUEST`` and prints it last."""
+    command = [sys.executable, "-m", module, json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **RETURNED})
+    if done.returncode != 0:
+        raise RuntimeError(f"{request} failed: {done.stderr.strip()[-2000:]}")
+    return int(done.stdout.splitlines()[-1])
 
 
 def measure(cell: Cell, implementation: str, backend: str, device: str, threads: int) -> Measurement:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from streamkl.cli import bench, distill, evaluate, lm_eval
+from streamkl.cli import bench, distill, evaluate, finetune, lm_eval, plan, tokenize
 from streamkl.cli.errors import UserError
 from streamkl.cli.many import ManyValues
 
@@ -19,6 +19,9 @@ app = typer.Typer(
 
 app.add_typer(bench.app, name="bench")
 app.command(name="distill", cls=ManyValues)(distill.command())
+app.command(name="finetune", cls=ManyValues)(finetune.command())
+app.command(cls=ManyValues)(tokenize.tokenize)
+app.command()(plan.plan)
 app.command(cls=ManyValues)(evaluate.oracle)
 app.command(cls=ManyValues)(evaluate.evaluate)
 app.command("lm-eval", context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)
@@ -37,7 +40,7 @@ def main(
     """Attention distillation by KL divergence, tile by tile, in O(N) memory."""
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def build(force: bool = typer.Option(False, help="Build it again even if the cache has it.")) -> None:
     """Builds the CPU engine now instead of on first use, and prints its path."""
     from streamkl.engines.cpu.build import BuildError
@@ -84,7 +87,7 @@ def kernels(
     sys.exit(run(target, kind, dim, quick, check, output))
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def selfcheck(
     device: str = typer.Option("cpu", help="cpu or cuda."),
     backend: str = typer.Option("auto", help="The engine."),

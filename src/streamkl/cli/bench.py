@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich import box
@@ -13,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from streamkl.cli.errors import UserError
-from streamkl.cli.hub import tell_of_hub
+from streamkl.cli.hub import check_model
 from streamkl.cli.many import ManyValues
+from streamkl.extras import how_to_install
 
 if TYPE_CHECKING:
     from streamkl.bench.records import Record
@@ -94,24 +96,11 @@ def distill(
     output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
 ) -> None:
     """Measures a step of `streamkl distill` beside the frozen model's forward, and beside the materialised loss."""
-    import json
-
-    import torch
-
-    from streamkl.bench import distill as bench
-    from streamkl.bench import machine
-    from streamkl.bench.gate import RedGateError
-
-    if threads:
-        torch.set_num_threads(threads)
     console = _console()
-    try:
-        tell_of_hub(model)
+    with _measuring(model, threads):
+        from streamkl.bench import distill as bench
+
         costs = bench.run(model, sorted(length), materialised_up_to, seconds, heads, head_dim)
-    except ImportError as error:
-        raise UserError(f"a model runs through transformers: pip install 'streamkl[hf]' ({error})") from None
-    except (RedGateError, RuntimeError, ValueError, OSError) as error:
-        raise UserError(str(error)) from None
     table = Table(title="A distillation step, bfloat16", title_justify="left", box=box.SIMPLE)
     for column in ("tokens", "call", "seconds", "times forward", "extra MB", "over forward, MB"):
         table.add_column(column, justify="left" if column == "call" else "right")
@@ -125,8 +114,7 @@ def distill(
         )  # fmt: skip
     console.print(table)
     if output is not None:
-        facts = {**machine.facts(torch.device("cpu")), "threads": torch.get_num_threads(), "model": Path(model).name}
-        output.write_text(json.dumps({**facts, "costs": [cost._asdict() for cost in costs]}, indent=2) + "\n")
+        _write_costs(output, model, costs)
 
 
 @app.command(cls=ManyValues)
@@ -142,24 +130,11 @@ def attention(
     output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
 ) -> None:
     """Measures a step of attention distillation beside one of logits, and beside attention by its matrices."""
-    import json
-
-    import torch
-
-    from streamkl.bench import attention as bench
-    from streamkl.bench import machine
-    from streamkl.bench.gate import RedGateError
-
-    if threads:
-        torch.set_num_threads(threads)
     console = _console()
-    try:
-        tell_of_hub(model)
+    with _measuring(model, threads):
+        from streamkl.bench import attention as bench
+
         costs = bench.run(model, timed, length, materialised_up_to, seconds, dtype, checkpointing)
-    except ImportError as error:
-        raise UserError(f"a model runs through transformers: pip install 'streamkl[hf]' ({error})") from None
-    except (RedGateError, RuntimeError, ValueError, OSError) as error:
-        raise UserError(str(error)) from None
     table = Table(title=f"A step of attention distillation, {dtype}", title_justify="left", box=box.SIMPLE)
     for column in ("tokens", "call", "seconds", "extra MB"):
         table.add_column(column, justify="left" if column == "call" else "right")
@@ -170,9 +145,42 @@ def attention(
     for line in bench.summary(costs):
         console.print(line)
     if output is not None:
-        facts = {**machine.facts(torch.device("cpu")), "threads": torch.get_num_threads(), "model": Path(model).name}
-        facts |= {"dtype": dtype, "checkpointing": checkpointing}
-        output.write_text(json.dumps({**facts, "costs": [cost._asdict() for cost in costs]}, indent=2) + "\n")
+        _write_costs(output, model, costs, dtype=dtype, checkpointing=checkpointing)
+
+
+@contextmanager
+def _measuring(model: str, threads: int) -> Iterator[None]:
+    """Checks the path of a model and sets the threads; what a measurement raises is an error of the user."""
+    import torch
+
+    from streamkl.bench.gate import RedGateError
+
+    if threads:
+        torch.set_num_threads(threads)
+    try:
+        check_model(model)
+        yield
+    except ImportError as error:
+        raise UserError(f"a model runs through transformers: {how_to_install('hf')} ({error})") from None
+    except (RedGateError, RuntimeError, ValueError, OSError) as error:
+        raise UserError(str(error)) from None
+
+
+def _write_costs(output: Path, model: str, costs: Iterable[Any], **more: Any) -> None:
+    """Writes the costs of a model's calls as JSON, with the machine that they were measured on."""
+    import json
+
+    import torch
+
+    from streamkl.bench import machine
+
+    facts = {
+        **machine.facts(torch.device("cpu")),
+        "threads": torch.get_num_threads(),
+        "model": Path(model).name,
+        **more,
+    }
+    output.write_text(json.dumps({**facts, "costs": [cost._asdict() for cost in costs]}, indent=2) + "\n")
 
 
 @app.command()
@@ -197,7 +205,7 @@ def table(file: Path = FILE) -> None:
         typer.echo("\n".join(f"- {line}" for line in report.summary(results)) + "\n")
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def plot(
     file: Path = FILE,
     output: Path = DIRECTORY,
@@ -206,7 +214,7 @@ def plot(
     try:
         from streamkl.bench import plots
     except ImportError:
-        raise UserError("plots need matplotlib: pip install 'streamkl[bench]'") from None
+        raise UserError(f"plots need matplotlib: {how_to_install('bench')}") from None
     written = plots.draw(_records(file), output)
     if not written:
         raise UserError(f"{file} has nothing to plot")
@@ -246,7 +254,7 @@ def prefill(
     sys.exit(run(_console(), tokens, options, threads, memory, output, picture))
 
 
-@app.command()
+@app.command(cls=ManyValues)
 def layer(
     model: str = typer.Argument("Qwen3-0.6B", help="Whose heads, e.g. Qwen3-0.6B or SmolLM2-135M."),
     tokens: int = typer.Option(32768, help="Queries and keys."),

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from streamkl.cli.errors import UserError
-from streamkl.cli.hub import tell_of_hub
+from streamkl.cli.hub import check_model
+from streamkl.extras import how_to_install
 from streamkl.text import files
 
 Model = Annotated[str, typer.Argument(help="A model of transformers: a folder, or a name.")]
@@ -98,7 +99,7 @@ def _run(**given: Any) -> int:
     try:
         plan, names = _plan(given)
         files(given["text"])
-        tell_of_hub(given["model"])
+        check_model(given["model"])
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
     for length in plan.lengths:
@@ -107,6 +108,12 @@ def _run(**given: Any) -> int:
         if left_out and sparse:
             shown = ", ".join(map(str, left_out))
             console.print(f"{length:,} tokens: a top-k of {shown} keys is dense attention, and left out.")
+    for topk, query_block in sorted(
+        {(m.topk, m.query_block) for m in plan.methods(max(plan.lengths)) if m.only_diagonal}
+    ):
+        console.print(
+            f"A top-k of {topk} keys shared by a query block of {query_block} holds only keys on the block's diagonal."
+        )
     try:
         import torch
 
@@ -116,7 +123,7 @@ def _run(**given: Any) -> int:
         from streamkl.evaluation.run import Evaluation
         from streamkl.evaluation.subject import Subject, digest, load_tokenizer
     except ImportError as error:
-        raise UserError(f"this command needs transformers: pip install 'streamkl[hf,bench]' ({error})") from None
+        raise UserError(f"this command needs transformers: {how_to_install('hf', 'bench')} ({error})") from None
     try:
         device = _device(given["device"])
         haystack = Haystack.read(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamkl.cli.errors import UserError
 from streamkl.engines.triton.inspect.budget import TARGETS
 from streamkl.engines.triton.inspect.report import Figures, all_figures
 from streamkl.engines.triton.inspect.table import variants
@@ -29,16 +30,15 @@ def run(targets: list[str], kinds: list[str], dims: list[int], quick: bool, chec
     progress_console = Console(stderr=True)
     unknown = [target for target in targets if target not in TARGETS]
     if unknown:
-        console.print(f"unknown target {', '.join(unknown)}; known are {', '.join(TARGETS)}")
-        return 2
-    wanted = [
-        v
-        for v in variants(targets or TARGETS, quick)
-        if (not kinds or v.kind in kinds) and (not dims or v.dims[0] in dims)
-    ]
+        raise UserError(f"--target is of {', '.join(TARGETS)}: got {', '.join(unknown)}")
+    of_targets = list(variants(targets or TARGETS, quick))
+    known = list(dict.fromkeys(v.kind for v in of_targets))
+    unknown = [kind for kind in kinds if kind not in known]
+    if unknown:
+        raise UserError(f"--kind is of {', '.join(known)}: got {', '.join(unknown)}")
+    wanted = [v for v in of_targets if (not kinds or v.kind in kinds) and (not dims or v.dims[0] in dims)]
     if not wanted:
-        console.print("no kernel is of these targets, kinds and dims; without them all are compiled")
-        return 2
+        raise UserError("no kernel is of these targets, kinds and dims; without them all are compiled")
     order = {str(variant): n for n, variant in enumerate(wanted)}
     rows: list[Figures] = []
     started = time.monotonic()

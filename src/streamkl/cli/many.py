@@ -1,4 +1,7 @@
-"""Options with several values after one name: ``--lengths 2048 4096`` means ``--lengths 2048 --lengths 4096``."""
+"""Options with several values after one name: ``--lengths 2048 4096`` means ``--lengths 2048 --lengths 4096``.
+
+So does ``--lengths=2048 4096``.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,14 @@ class ManyValues(typer.core.TyperCommand):
                 setattr(parameter, "display_type_rich", functools.partial(_in_words, shown))  # noqa: B010
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # a context of click, or of the copy that typer has
-        """Repeats the name of a list option before each of its values."""
+        """Repeats the name of a list option before each of its values; of an unknown option names the nearest one."""
         lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
-        return super().parse_args(ctx, _repeated(args, lists))
+        try:
+            return super().parse_args(ctx, _repeated(args, lists))
+        except Exception as error:  # an unknown option: click's error, or that of the copy that typer has
+            if getattr(error, "possibilities", None):
+                error.possibilities = error.possibilities[:1]  # pyright: ignore[reportAttributeAccessIssue]
+            raise
 
 
 def _in_words(shown: Callable[..., str | None], ctx: Any) -> str | None:
@@ -44,8 +52,11 @@ def _repeated(args: list[str], lists: set[str]) -> list[str]:
         if word == "--":
             return found + args[n:]
         if word.startswith("-"):
-            option = word if word in lists else ""
-            if not option or n + 1 == len(args) or args[n + 1].startswith("-"):
+            name, given, value = word.partition("=")
+            option = name if name in lists else ""
+            if option and given:
+                found += [option, value]
+            elif not option or n + 1 == len(args) or args[n + 1].startswith("-"):
                 found.append(word)  # a flag, or a list option without a value, which the parser refuses
         else:
             found += [option, word] if option else [word]

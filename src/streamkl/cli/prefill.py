@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamkl.cli.errors import UserError
+from streamkl.extras import how_to_install
 
 
 def run(
@@ -30,7 +31,7 @@ def run(
         from streamkl.bench.prefill.run import SELECTORS, Job
         from streamkl.bench.prefill.run import run as measure
     except ImportError as error:
-        raise UserError(f"a prefill runs through transformers: pip install 'streamkl[hf]' ({error})") from None
+        raise UserError(f"a prefill runs through transformers: {how_to_install('hf')} ({error})") from None
     if options["selector"] not in SELECTORS:
         raise UserError(f"--selector is one of {', '.join(SELECTORS)}, not {options['selector']!r}")
     for length in tokens:
@@ -51,7 +52,7 @@ def run(
         try:
             from streamkl.bench.prefill import plots
         except ImportError:
-            raise UserError("plots need matplotlib: pip install 'streamkl[bench]'") from None
+            raise UserError(f"plots need matplotlib: {how_to_install('bench')}") from None
         plots.draw(records.read(output), picture)
         console.print(str(picture), highlight=False)
     return 0

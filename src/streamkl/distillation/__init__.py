@@ -1,9 +1,9 @@
-"""Training of indexers on a frozen model: ``streamkl distill``, on Hugging Face's trainer.
+"""Training on Hugging Face's trainer: ``streamkl distill`` of indexers alone, ``streamkl finetune`` with their model.
 
 It uses the public functions, ``indexer``, ``sparse``, ``text`` and ``integrations.transformers``; only the command line
-and its benchmark import it. The command calls ``run.distill``.
+and its benchmark import it. The commands call ``run.distill`` and ``finetune.finetune``.
 """
 
-from streamkl.distillation.settings import Settings
+from streamkl.distillation.settings import FinetuneSettings, Settings
 
-__all__ = ["Settings"]
+__all__ = ["FinetuneSettings", "Settings"]

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from streamkl import durable
+
 LOG, PICTURE = "curves.jsonl", "curves.png"
+TEXT = "lm"
+"""The language-model loss, in lines of runs that have it."""
 FIGURES = {"kl": "KL divergence", "recall": "recall of the oracle's keys", "mass": "attention mass on selected keys"}
 
 
@@ -21,7 +25,8 @@ class Curves:
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / LOG
         kept = [line for line in read(self.path) if line["step"] <= step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        with durable.replacing_files(folder, [LOG]) as staged:  # a run that is killed meanwhile keeps its log
+            (staged / LOG).write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, line: dict[str, Any]) -> None:
         """Appends the values of one step."""
@@ -55,13 +60,14 @@ def draw(folder: Path) -> Path | None:
     if not lines:
         return None
     layers = list(lines[0]["layers"])
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    with_text = any(TEXT in line for line in lines)
+    figure = Figure(figsize=(17 if with_text else 13, 4), layout="constrained")
     FigureCanvasAgg(figure)
     numbers = [int(layer) for layer in layers]
     colours = ScalarMappable(Normalize(min(numbers), max(numbers)), colormaps["viridis"])
     marker = "." if len(lines) < 3 else None
-    plots = figure.subplots(1, len(FIGURES))
-    for axes, (name, title) in zip(plots, FIGURES.items(), strict=True):
+    plots = figure.subplots(1, len(FIGURES) + with_text)
+    for axes, (name, title) in zip(plots, FIGURES.items(), strict=False):
         for number, layer in zip(numbers, layers, strict=True):
             colour = colours.to_rgba(number)  # pyright: ignore[reportArgumentType]
             points = [(x["step"], x["layers"][layer][name]) for x in lines if x["layers"][layer].get(name) is not None]
@@ -72,7 +78,12 @@ def draw(folder: Path) -> Path | None:
         )
         axes.set(title=title, xlabel="step", yscale="log" if name == "kl" else "linear")
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(loc="upper right")  # the best place takes long to find
+    if with_text:
+        points = [(x["step"], x[TEXT]) for x in lines if x.get(TEXT) is not None]
+        plots[-1].plot(*zip(*points, strict=True) if points else ((), ()), color="black", linewidth=2, marker=marker)
+        plots[-1].set(title="language-model loss", xlabel="step")
+        plots[-1].grid(alpha=0.3)
     figure.colorbar(colours, ax=plots, label="layer", ticks=MaxNLocator(integer=True))
     path = folder / PICTURE
     figure.savefig(path, dpi=110)

@@ -6,20 +6,27 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
-from streamkl.distillation.run import prepare, training_arguments
-from streamkl.distillation.settings import Settings
+from streamkl.distillation.arguments import training_arguments
+from streamkl.distillation.settings import RunSettings
+from streamkl.distillation.training import Prepared
 
 BATCHES = 3
 """The first of them warms up."""
 
 
-def estimate(settings: Settings) -> str:
-    """The size of the run, and the memory and time that it is expected to take on one process."""
+def estimate(settings: RunSettings, prepare: Callable[[], Prepared]) -> str:
+    """The size of the run, and the memory and time that it is expected to take on each process.
+
+    Args:
+        settings: Of the run.
+        prepare: Loads its model and its text.
+    """
     training_arguments(settings)  # raises for wrong arguments
-    prepared = prepare(settings)
+    prepared = prepare()
     model, samples = prepared.model, prepared.samples
     trained = [p for p in model.parameters() if p.requires_grad]
     device = torch.device("cuda" if torch.cuda.is_available() and settings.device == "auto" else "cpu")
@@ -30,7 +37,7 @@ def estimate(settings: Settings) -> str:
         rows = [samples[(number * settings.batch + n) % len(samples)] for n in range(settings.batch)]
         batch = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
         start = time.perf_counter()
-        model(**batch)["loss"].backward()
+        model(**batch, backward=torch.Tensor.backward)
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":
@@ -41,7 +48,7 @@ def estimate(settings: Settings) -> str:
     passes = len(samples) / len(samples.sequences)
     return "\n".join(
         (
-            f"trains    {len(model.layers)} indexers with {weights:,} weights, by {settings.steps:,} steps of "
+            f"trains    {weights:,} weights, {len(model.layers)} indexers, by {settings.steps:,} steps of "
             f"{settings.batch * settings.accumulation} x {settings.length:,} tokens",
             f"text      {samples.sequences.size:,} tokens are read, {passes:.1f} times each",
             f"memory    {_peak(device) / 1e9:.1f} GB at its peak, on {device}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from streamkl.distillation.settings import Settings
+from streamkl.distillation.teacher import is_sharded
 from streamkl.indexer import HeadIndexer, Indexer, LightningIndexer
 from streamkl.integrations.transformers.families import Family, GroupedQuery
 from streamkl.integrations.transformers.indexers import Indexers
@@ -17,8 +19,10 @@ MADE_BY = ("heads", "head_dim", "activation", "init", "temperature")
 """Settings of new indexers."""
 
 
-def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> Indexers:
-    """An indexer per layer that sees all keys: the model's own where it has them, else new ones in float32.
+def make_indexers(backbone: Any, family: Family, settings: Settings) -> Indexers:
+    """An indexer per layer that sees all keys: the model's own where it has them, else new ones.
+
+    They are in float32, for the optimizer, or in float64 if the model is; other weights of the model keep their dtype.
 
     The same seed gives the same weights. Attention modules that share the top-k of another layer have none.
 
@@ -33,15 +37,18 @@ def make_indexers(backbone: nn.Module, family: Family, settings: Settings) -> In
             raise ValueError(f"a {family.name} model has indexers of its own: {', '.join(chosen)} cannot be chosen")
     indexers = Indexers()
     generator = torch.Generator().manual_seed(settings.seed)
+    dtype = torch.promote_types(next(backbone.parameters()).dtype, torch.float32)
     for number, attention in sorted(family.attentions(backbone).items()):
         if not family.is_global(attention):
             continue
         if isinstance(family, GroupedQuery):
-            indexers[str(number)] = _new(family, attention, settings, generator)
+            indexers[str(number)] = _new(family, attention, settings, generator).to(dtype)
         elif (own := family.indexer(attention)) is not None:
-            indexers[str(number)] = own.float()  # for the optimizer; other weights of the model keep their dtype
+            indexers[str(number)] = own.to(dtype)
     if not indexers:
-        raise ValueError(f"no layer of this {family.name} model attends to all keys: there is nothing to distill")
+        raise ValueError(
+            f"no layer of this {backbone.config.model_type} model attends to all keys: there is nothing to distill"
+        )
     return indexers
 
 
@@ -68,12 +75,17 @@ def _take_over(indexer: Indexer, attention: Any) -> None:
     and an index head's is the same with a matrix of rank 1. The best one is that of the largest singular value.
     Several index heads share one key, the best for all, and each takes the query map of its own part of the heads.
     """
+    if not hasattr(attention, "q_proj") or not hasattr(attention, "k_proj"):
+        raise ValueError("init='teacher' needs maps of queries and keys, q_proj and k_proj: use init='plain'")
     head_dim, rope = attention.head_dim, indexer.rope_dim
     if rope != indexer.head_dim or rope != head_dim:
         raise ValueError(
             f"init='teacher' needs index heads of the teacher's width, all of it rotated, {head_dim}: "
             f"got {indexer.head_dim} with {rope} rotated"
         )
+    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    if rotate is None or rotate(torch.arange(4)).tolist() != [-2, -3, 0, 1]:
+        raise ValueError("init='teacher' needs heads that are rotated in halves: use init='plain'")
     q = _planes(attention.q_proj.weight, head_dim)  # [H, head_dim/2, hidden], complex
     k = _planes(attention.k_proj.weight, head_dim)
     k = k.repeat_interleave(len(q) // len(k), 0)
@@ -117,6 +129,8 @@ def _best(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _planes(weight: Tensor, head_dim: int) -> Tensor:
     """Rows of heads, rotated in halves, as complex ones: ``[H * head_dim, hidden]`` to ``[H, head_dim/2, hidden]``."""
+    if is_sharded(weight):
+        weight = weight.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     first, second = weight.detach().float().cpu().unflatten(0, (-1, 2, head_dim // 2)).unbind(1)
     return torch.complex(first, second)
 

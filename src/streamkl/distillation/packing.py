@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from streamkl.distillation.settings import split_sources
-from streamkl.text import TextError, documents
+from streamkl.distillation.settings import DATASET, split_sources
+from streamkl.text import TextError, documents, documents_of
 
 PART = 1 << 17
 """How many characters are tokenized at a time."""
@@ -30,7 +31,7 @@ def packed(tokenizer: Any, sources: list[str], length: int, most: int, *, field:
     Raises:
         TextError: A source cannot be read, or there is less text than one sequence.
     """
-    first = _first(tokenizer)
+    first = first_tokens(tokenizer)
     width = length - len(first)
     wanted, parts, found = width * most, [], 0
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -52,11 +53,21 @@ def packed(tokenizer: Any, sources: list[str], length: int, most: int, *, field:
     return np.concatenate((np.tile(first, (sequences, 1)), text), 1)
 
 
-def _first(tokenizer: Any) -> np.ndarray:
+def first_tokens(tokenizer: Any) -> np.ndarray:
     """The token that the tokenizer puts before every text, if there is one: a sequence starts with it."""
     ids = tokenizer.encode("a")
     known = len(ids) > 1 and ids[0] == tokenizer.bos_token_id
     return np.asarray(ids[:1] if known else [], dtype=np.uint32)
+
+
+def texts(source: str, field: str, encoding: str) -> Iterator[tuple[bool, str]]:
+    """The texts of one file or dataset, each with whether a document starts with it."""
+    if source.startswith(DATASET):
+        for row in _rows(source.removeprefix(DATASET), field):
+            yield True, row
+        return
+    for document in documents_of(Path(source), field=field, encoding=encoding, part=PART):
+        yield document.part == 0, document.text
 
 
 def _texts(sources: list[str], field: str, encoding: str) -> Iterator[tuple[bool, str]]:
@@ -66,8 +77,7 @@ def _texts(sources: list[str], field: str, encoding: str) -> Iterator[tuple[bool
         for document in documents(files, field=field, encoding=encoding, part=PART):
             yield document.part == 0, document.text
     for dataset in datasets:
-        for row in _rows(dataset, field):
-            yield True, row
+        yield from texts(f"{DATASET}{dataset}", field, encoding)
 
 
 def _rows(name: str, field: str) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from streamkl.distillation import needles
+from streamkl.distillation.order import shuffled
+from streamkl.distillation.shards import TokenSequences
 
 
 class Samples(Dataset):
     """The samples of a run; when all sequences have been seen, they are repeated in another order.
 
     Args:
-        sequences: ``[sequences, length]``, uint32.
+        sequences: ``[sequences, length]``, uint32: in memory, or in shards.
         count: How many samples there are.
         seed: Of the order, and of the needles.
         tokenizer: For the needles.
@@ -29,7 +30,7 @@ class Samples(Dataset):
 
     def __init__(
         self,
-        sequences: np.ndarray,
+        sequences: np.ndarray | TokenSequences,
         count: int,
         seed: int,
         *,
@@ -44,7 +45,6 @@ class Samples(Dataset):
         self.answer_weight, self.late = answer_weight, late
         if share:
             needles.check(tokenizer, sequences.shape[1])
-        self._order = functools.lru_cache(maxsize=2)(self._draw_order)
 
     def __len__(self) -> int:
         return self.count
@@ -53,7 +53,7 @@ class Samples(Dataset):
         if not 0 <= number < self.count:
             raise IndexError(number)
         epoch, at = divmod(number, len(self.sequences))
-        ids = self.sequences[self._order(epoch)[at]]
+        ids = self.sequences[shuffled(at, len(self.sequences), self.seed, epoch)]
         draw = np.random.default_rng((self.seed, epoch, at))
         asked = len(ids)
         if draw.random() < self.share:
@@ -62,9 +62,6 @@ class Samples(Dataset):
         if self.late or (self.share and self.answer_weight != 1):
             sample["row_weight"] = self._weights(len(ids), asked)
         return sample
-
-    def _draw_order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, epoch)).permutation(len(self.sequences))
 
     def _weights(self, length: int, asked: int) -> Tensor:
         """Weights of the queries, whose mean is 1, so that every sequence weighs the same."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from torch.utils.data import Sampler, SequentialSampler
+from torch import Tensor, nn
+from torch.utils.data import Sampler
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from streamkl.distillation import checkpoints
+from streamkl.distillation import checkpoints, ranks
 from streamkl.distillation.checkpoints import CheckpointError
 from streamkl.distillation.curves import FIGURES, Curves
 from streamkl.distillation.model import Distiller
+from streamkl.distillation.replica import Replica
 from streamkl.integrations.transformers.indexers import load_indexers, save_indexers
 from streamkl.sparse import IndexerSelector
 
@@ -68,7 +71,30 @@ class DistillationTrainer(Trainer):
             self.add_callback(Progress)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # pyright: ignore[reportArgumentType]
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        return SharedSamples(len(dataset), int(self.args.per_device_train_batch_size), self.distiller.mesh.context)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """A `Replica` under a launcher, even of one rank; accelerate then wraps it no further."""
+        if not ranks.are_joined() or isinstance(model, Replica):
+            return model
+        self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # for autocast
+        return Replica(self.distiller)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Adds the gradients of a batch, layer by layer; the last batch of a step reduces them over the ranks."""
+        batches, scaler = self.current_gradient_accumulation_steps, self.accelerator.scaler
+
+        def backward(loss: Tensor) -> None:
+            gradient = torch.ones_like(loss)
+            loss.backward((gradient if scaler is None else scaler.scale(gradient)) / batches)
+
+        model.train()
+        with self.compute_loss_context_manager():
+            loss = model(**self._prepare_inputs(inputs), backward=backward)["loss"]
+        if isinstance(model, Replica) and self.accelerator.sync_gradients:
+            model.reduce_gradients()
+        return loss / batches
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the layers' means of KL, recall and mass, and writes the values of each layer to the curves."""
@@ -78,28 +104,37 @@ class DistillationTrainer(Trainer):
                 values = [figures[name] for figures in layers.values() if name in figures]
                 if values:
                     logs[name] = sum(values) / len(values)
-            logs["skipped"] = self.skip.skipped
-            if self.args.should_save:
-                self._write_curves({"step": self.state.global_step, **logs, "layers": layers})
+            logs.update(self._overall(), skipped=self.skip.skipped)
+            self._write_curves({"step": self.state.global_step, **logs, "layers": layers})
         super().log(logs, start_time)
 
+    def _overall(self) -> dict[str, float]:
+        """Figures that are of no layer, means over the processes."""
+        found = self.distiller.overall()
+        if not found:
+            return {}
+        values: Any = self.accelerator.reduce(torch.tensor([*found.values()], device=self.args.device), "mean")
+        return dict(zip(found, values.tolist(), strict=True))
+
     def _figures(self) -> dict[int, dict[str, float]]:
-        """The layers' figures, means over the processes."""
+        """The layers' figures, means over the processes; one that a process lacks is left out."""
         found = self.distiller.figures()
-        names = [(layer, name) for layer, figures in found.items() for name in figures]
-        values = torch.tensor([found[layer][name] for layer, name in names], device=self.args.device)
+        names = [(layer, name) for layer in found for name in FIGURES]
+        values = torch.tensor([found[layer].get(name, math.nan) for layer, name in names], device=self.args.device)
         values = self.accelerator.reduce(values, "mean")
         for (layer, name), value in zip(names, values.tolist(), strict=True):  # pyright: ignore[reportAttributeAccessIssue]
-            found[layer][name] = value
+            if name == "kl" or not math.isnan(value):
+                found[layer][name] = value
+            else:
+                found[layer].pop(name, None)
         return found
 
     def _write_curves(self, line: dict[str, Any]) -> None:
-        try:
-            if self.curves is None:
-                self.curves = Curves(self.output, self._first_step)
-            self.curves.add(_with_nulls(line))
-        except OSError as error:
-            raise self._failed("the curves", error) from error
+        with self._agreed("the curves"):
+            if self.args.should_save:
+                if self.curves is None:
+                    self.curves = Curves(self.output, self._first_step)
+                self.curves.add(_with_nulls(line))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the indexers, and nothing of the frozen model."""
@@ -110,7 +145,8 @@ class DistillationTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        loaded, _ = load_indexers(folder / INDEXERS, self.distiller.backbone)
+        with _quiet_of_small_topk():
+            loaded, _ = load_indexers(folder / INDEXERS, self.distiller.backbone)
         self.distiller.indexers.load_state_dict(loaded.state_dict())
         self._first_step = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
 
@@ -121,34 +157,79 @@ class DistillationTrainer(Trainer):
         """Writes it under another name, and renames it when it is complete."""
         name = f"{checkpoints.PREFIX}{self.state.global_step}"
         staged = self.output / checkpoints.STAGING
+        what = f"the checkpoint of step {self.state.global_step}"
         if self.args.should_save:
             shutil.rmtree(staged, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self._staging = True
         try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                about = {"step": self.state.global_step, **self.about}
-                checkpoints.finish(staged / name, self.output / name, about)
-                shutil.rmtree(staged, ignore_errors=True)
-                checkpoints.rotate(self.output, self.keep)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise self._failed(f"the checkpoint of step {self.state.global_step}", error) from error
+            with self._agreed(what):
+                super()._save_checkpoint(model, trial)
+            with self._agreed(what):
+                if self.args.should_save:
+                    about = {"step": self.state.global_step, **self.about}
+                    checkpoints.finish(staged / name, self.output / name, about)
+                    shutil.rmtree(staged, ignore_errors=True)
+                    checkpoints.rotate(self.output, self.keep)
         finally:
             self._staging = False
 
-    def _failed(self, what: str, error: Exception) -> CheckpointError:
+    @contextmanager
+    def _agreed(self, what: str) -> Iterator[None]:
+        """Ends with a `CheckpointError` on all ranks if writing failed on any, when none of them writes any more."""
+        error: Exception | None = None
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as raised:
+            error = raised
+        wrong = ranks.agree(error)
+        if wrong is None:
+            return
+        if self.args.should_save:
+            shutil.rmtree(self.output / checkpoints.STAGING, ignore_errors=True)
         last = checkpoints.latest(self.output)
         kept = "there is no checkpoint yet" if last is None else f"the last good checkpoint is {last}, and is kept"
-        return CheckpointError(f"{what} could not be written ({error}): {kept}; make room, and resume with --resume")
+        raise CheckpointError(
+            f"{ranks.prefix()}{what} could not be written ({wrong}): {kept}; make room, and resume with --resume"
+        ) from error
+
+
+@contextmanager
+def _quiet_of_small_topk() -> Iterator[None]:
+    """No warning of a top-k that holds only the diagonal of its query block: the command says so, once, at the end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a top-k of .* holds only")
+        yield
+
+
+class SharedSamples(Sampler[int]):
+    """The numbers of all samples in their order, each batch once for each of the ranks that share it.
+
+    Batches go to the ranks in turn, and ranks that share a sequence are next to each other.
+
+    Args:
+        count: How many samples there are.
+        batch: Sequences of a batch.
+        ranks: How many ranks share a sequence.
+    """
+
+    def __init__(self, count: int, batch: int, ranks: int) -> None:
+        self.count, self.batch, self.ranks = count, batch, ranks
+
+    def __len__(self) -> int:
+        return self.count * self.ranks
+
+    def __iter__(self) -> Iterator[int]:
+        for first in range(0, self.count, self.batch):
+            for _ in range(self.ranks):
+                yield from range(first, min(first + self.batch, self.count))
 
 
 def write_indexers(folder: Path, model: Distiller, topk: int, query_block: int) -> None:
     """Writes the trained indexers as a folder that `streamkl.integrations.transformers.sparsify` takes."""
     activation = next(iter(model.layers)).indexer.activation
-    selector = IndexerSelector(topk, query_block, activation=activation, normalise=True)
+    with _quiet_of_small_topk():
+        selector = IndexerSelector(topk, query_block, activation=activation, normalise=True)
     save_indexers(folder, model.backbone, model.indexers, selector)
 
 
@@ -192,7 +273,7 @@ class SkipNotFinite(TrainerCallback):
         broken = self.model.take_broken()
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if not broken and norm.isfinite():
+        if norm.isfinite():  # not by `broken`, which is of this process alone
             self.in_a_row = 0
             return
         for parameter in parameters:

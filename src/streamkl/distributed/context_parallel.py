@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamkl import loss as compose
 from streamkl import validation
 from streamkl.api import Backend
-from streamkl.dense_attention import causal_attention
-from streamkl.distributed.gathering import Gathered
+from streamkl.dense_attention import causal_attention, window_attention
+from streamkl.distributed.gathering import Gathered, heads_to_tokens, total
 from streamkl.distributed.layout import HeadTail
 from streamkl.distributed.operators import ShardedOperators
 
@@ -89,19 +89,41 @@ class ContextParallel:
         """All tokens, from those of each rank along ``dim``; a constant. The inverse of `shard`."""
         return Gathered(self.queries, self._group, x, dim).whole()
 
+    def heads_to_tokens(self, x: Tensor) -> Tensor:
+        """Exchanges heads for tokens, where a tensor-parallel teacher has some heads of all tokens on each rank.
+
+        Args:
+            x: ``[B, H / size, N, D]``: the heads of this rank, of all tokens.
+
+        Returns:
+            ``[B, H, n, D]``: all heads, of the tokens of this rank. A constant.
+        """
+        return heads_to_tokens(self.queries, self._group, x)
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of a scalar over the ranks. Its gradient is the upstream one: all ranks have the same loss."""
+        return total(x, self._group)
+
     def attention(
-        self, q: Tensor, k: Tensor | Gathered, v: Tensor | Gathered, *, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor | Gathered,
+        v: Tensor | Gathered,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Causal attention of this rank's queries to all keys, and its log-sum-exp: that of a frozen teacher.
 
         For each of its two chunks, the keys before the chunk are attended to without a mask, and merged by log-sum-exp
-        with the causal attention of the chunk to itself. It takes no window and no packed sequences.
+        with the causal attention of the chunk to itself. It takes no packed sequences.
 
         Args:
             q: ``[B, H, n, D]``, after RoPE at `position_ids`.
             k: ``[B, Hkv, n, D]``, or what `gather` returned.
             v: ``[B, Hkv, n, Dv]``, or what `gather` returned.
             scale: Multiplies the products; ``1/sqrt(D)`` if not given.
+            window: How many keys a query sees, its own among them, as transformers counts; all before it if not given.
 
         Returns:
             The output ``[B, H, n, Dv]`` and the log-sum-exp ``[B, H, n]``. Constants.
@@ -125,7 +147,10 @@ class ContextParallel:
         for start, end in self.queries.spans:
             rows = q[:, :, first : first + end - start]
             whole_k, whole_v = (x.whole()[:, :, : end + ahead] for x in (keys, values))
-            outputs.append(causal_attention(rows, whole_k, whole_v, scale))
+            if window is None:
+                outputs.append(causal_attention(rows, whole_k, whole_v, scale))
+            else:
+                outputs.append(window_attention(rows, whole_k, whole_v, window, scale))
             first += end - start
         output, lse = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
         return output, lse
@@ -146,6 +171,7 @@ class ContextParallel:
         student_scale: float | None = None,
         student_activation: Literal["relu"] | None = None,
         teacher_lse: Tensor | None = None,
+        teacher_rest: Tensor | None = None,
         row_weight: Tensor | None = None,
         divergence: Literal["forward", "reverse"] = "forward",
         reduction: Literal["mean", "sum", "none"] = "mean",
@@ -173,6 +199,7 @@ class ContextParallel:
             student_scale: Multiplies the student's products.
             student_activation: ``"relu"`` or ``None``.
             teacher_lse: Of this rank's queries.
+            teacher_rest: Of this rank's queries.
             row_weight: Of this rank's queries.
             divergence: ``"forward"`` or ``"reverse"``.
             reduction: ``"mean"`` and ``"sum"`` are over the rows of all ranks; ``"none"`` gives those of this rank.
@@ -192,8 +219,8 @@ class ContextParallel:
         _refuse_dtensors(named)
         arguments = validation.attention_kl_arguments(
             teacher_q, teacher_k, student_q, student_k, causal, window, cu_seqlens_q, cu_seqlens_k, topk_indices,
-            teacher_scale, student_scale, student_activation, teacher_lse, row_weight, divergence, reduction,
-            deterministic, backend,
+            teacher_scale, student_scale, student_activation, teacher_lse, teacher_rest, row_weight, divergence,
+            reduction, deterministic, backend,
         )  # fmt: skip
         self._check(arguments, backend)
         operators = ShardedOperators(self._group, self.queries, self.keys, arguments, gathered)
@@ -215,6 +242,7 @@ class ContextParallel:
         topk_indices: Tensor | None = None,
         teacher_scale: float | None = None,
         teacher_lse: Tensor | None = None,
+        teacher_rest: Tensor | None = None,
         causal: bool = True,
         window: tuple[int, int] | None = None,
         cu_seqlens_q: Tensor | None = None,
@@ -237,6 +265,7 @@ class ContextParallel:
             topk_indices: Of this rank's queries.
             teacher_scale: Multiplies the teacher's products.
             teacher_lse: Of this rank's queries.
+            teacher_rest: Of this rank's queries.
             causal: Query ``i`` sees the keys up to its own.
             window: ``(left, right)``.
             cu_seqlens_q: Of all tokens.
@@ -256,7 +285,8 @@ class ContextParallel:
         _refuse_dtensors({"teacher_q": teacher_q, "teacher_k": teacher_k, "index_q": index_q, "index_k": index_k})
         arguments = validation.indexer_kl_arguments(
             teacher_q, teacher_k, index_q, index_k, index_w, activation, index_scale, topk_indices, teacher_scale,
-            teacher_lse, causal, window, cu_seqlens_q, cu_seqlens_k, row_weight, reduction, deterministic, backend,
+            teacher_lse, teacher_rest, causal, window, cu_seqlens_q, cu_seqlens_k, row_weight, reduction,
+            deterministic, backend,
         )  # fmt: skip
         self._check(arguments, backend)
         operators = ShardedOperators(self._group, self.queries, self.keys, arguments, gathered)

@@ -66,6 +66,31 @@ class Gathered:
         return self._whole
 
 
+def heads_to_tokens(layout: HeadTail, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """The tokens of this rank with the heads of all ranks, from all tokens with the heads of this rank.
+
+    Args:
+        layout: Which tokens each rank gets.
+        group: The ranks.
+        x: ``[B, heads, N, D]``; every rank has as many heads, and they are in the order of ranks.
+
+    Returns:
+        ``[B, size * heads, n, D]``. A constant.
+    """
+    batch, heads, _, dim = x.shape
+    parts = [
+        torch.cat([x[:, :, start:end] for start, end in layout.spans_of(rank)], 2).detach().flatten()
+        for rank in range(layout.size)
+    ]
+    own = (batch, heads, layout.length, dim)
+    received = x.new_empty((layout.size, *own))
+    sizes = [len(part) for part in parts]
+    dist.all_to_all_single(
+        received.view(-1), torch.cat(parts), [torch.Size(own).numel()] * layout.size, sizes, group=group
+    )
+    return received.transpose(0, 1).flatten(1, 2)
+
+
 class KeyGradient:
     """The gradient of all keys ``[B, heads, N, D]``, added up here and then over all ranks, each getting its own keys.
 

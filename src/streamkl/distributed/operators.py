@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamkl import validation
+from streamkl import validation, value_checks
 from streamkl.distributed.gathering import Gathered, KeyGradient, total
 from streamkl.distributed.layout import HeadTail, Segment, segments
 from streamkl.loss import Operators, row_stats
@@ -42,8 +42,8 @@ class ShardedOperators(Operators):
     ) -> None:
         self.group, self.queries, self.keys, self.arguments = group, queries, keys, arguments
         allowed = arguments.keys
-        validation.check_cu_seqlens(allowed.cu_seqlens_q, allowed.cu_seqlens_k, queries.tokens, keys.tokens)
-        validation.check_topk(allowed.topk, keys.tokens)
+        value_checks.check_cu_seqlens(allowed.cu_seqlens_q, allowed.cu_seqlens_k, queries.tokens, keys.tokens)
+        value_checks.check_topk(allowed.topk, keys.tokens)
         starts = None
         if allowed.cu_seqlens_q is not None and allowed.cu_seqlens_k is not None:
             starts = allowed.cu_seqlens_q.tolist(), allowed.cu_seqlens_k.tolist()

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from streamkl.problem import Gradients, Inputs, Problem, Side, Support
+from streamkl.problem import AttentionOutput, Gradients, Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 
 PREFERENCE = ("triton", "cpu", "tiled")
@@ -29,7 +29,7 @@ class Engine(Protocol):
     other says so in ``unsupported``. Three functions are optional: ``reluctant(device)`` says why ``auto`` should not
     take an engine that can run; ``broken(device, problem)`` says why an engine that should run does not, such as after
     a failed build, and ``auto`` then warns; ``first_wrong_row(topk, nk)`` checks top-k indices faster than
-    ``validation.check_topk``.
+    ``value_checks.check_topk``.
     """
 
     name: str
@@ -97,7 +97,7 @@ class SparseEngine(Protocol):
 
     ``query_block`` consecutive rows of a sequence share their top-k (`Support.query_blocks`). Keys are counted from the
     first of their sequence; -1 stands for none. ``unsupported`` is asked about the problem of the side against itself.
-    An engine with ``checks_topk = True`` refuses wrong int32 indices itself, as ``validation.check_topk`` does where
+    An engine with ``checks_topk = True`` refuses wrong int32 indices itself, as ``value_checks.check_topk`` does where
     all rows belong to a sequence.
     """
 
@@ -126,11 +126,42 @@ class SparseEngine(Protocol):
         ...
 
     def sparse_attention(
-        self, support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int
-    ) -> Tensor:
-        """Attention over the selected keys ``indices [B, query_blocks, K]``: ``[B, H, Nq, Dv]``, 0 for a dead row.
+        self,
+        support: Support,
+        side: Side,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        query_block: int,
+        for_backward: bool,
+        page_table: Tensor | None = None,
+    ) -> AttentionOutput:
+        """Attention over the selected keys ``indices [B, query_blocks, K]``; with ``rest`` if it is ``for_backward``.
 
-        Tokens lie outermost in memory: it is the transposed view of ``[B, Nq, H, Dv]``.
+        With a ``page_table [sequences, n]`` of a packed batch, ``k`` and ``v`` are ``[pages, Hkv, page_size, D]``: key
+        ``j`` of a sequence is token ``j % page_size`` of the page in column ``j // page_size`` of its row.
+
+        Tokens lie outermost in the memory of its output: it is the transposed view of ``[B, Nq, H, Dv]``.
+        """
+        ...
+
+    def sparse_attention_backward(
+        self,
+        support: Support,
+        side: Side,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        query_block: int,
+        output: AttentionOutput,
+        d_out: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of ``sum(d_out * out)`` to ``q``, ``k`` and ``v``, contiguous, in their dtypes.
+
+        Repeated calls are bit-equal: what query blocks add to a key they add in a fixed order. Dead rows add exactly 0,
+        whatever they and their ``d_out`` hold, and so do logits that are the only one of their row.
         """
         ...
 

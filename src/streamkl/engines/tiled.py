@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from streamkl.engines.tiled_attention import sparse_attention
+from streamkl.engines.tiled_attention import sparse_attention, sparse_attention_backward
 from streamkl.engines.tiled_topk import attention_topk, index_topk
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support, Tile
 from streamkl.state import LogSumExp, MixtureState, PairedState, RowStats, mixture_kl, mixture_sums
 
 __all__ = [
-    "attention_topk", "backward", "index_topk", "logsumexp", "mixture_rows", "paired_rows", "sparse_attention", "train",
+    "attention_topk", "backward", "index_topk", "logsumexp", "mixture_rows", "paired_rows", "sparse_attention",
+    "sparse_attention_backward", "train",
 ]  # fmt: skip
 
 name = "tiled"

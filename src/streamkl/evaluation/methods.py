@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,9 +37,16 @@ class Method(NamedTuple):
         Args:
             activation: Of the indexers, if it is a folder of them.
         """
-        if self.selector in SELECTORS:
-            return SELECTORS[self.selector](self.topk, self.query_block)
-        return IndexerSelector(self.topk, self.query_block, activation, normalise=True)  # pyright: ignore[reportArgumentType]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a top-k of .* holds only")  # `only_diagonal`, which commands tell of
+            if self.selector in SELECTORS:
+                return SELECTORS[self.selector](self.topk, self.query_block)
+            return IndexerSelector(self.topk, self.query_block, activation, normalise=True)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def only_diagonal(self) -> bool:
+        """Whether the selected keys are only those on the diagonal of their query block."""
+        return self.query_block > 1 and self.topk <= self.query_block
 
 
 DENSE = Method("dense")

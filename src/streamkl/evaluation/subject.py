@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 from streamkl.evaluation.methods import DENSE, SELECTORS, Method
+from streamkl.integrations.saved.folder import marker
 from streamkl.integrations.transformers import Indexers, load_indexers, sparsify
 from streamkl.integrations.transformers.checkpoint import check_checkpoint, check_length
-from streamkl.integrations.transformers.folder import marker
 
 LOGITS = 1 << 25
 """How many logits are held at a time: 128 MB in float32."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from streamkl.api import Backend, indexer_kl
 from streamkl.indexer.rope import LAYOUTS, Layout, apply_rope, rope_tables
-from streamkl.sparse.arguments import IndexTensors
+from streamkl.sparse.arguments import IndexTensors, SelectionBackend
 from streamkl.sparse.scores import index_scores
 from streamkl.sparse.selection import index_topk
 
@@ -24,6 +24,11 @@ class Indexer(nn.Module, ABC):
     defines ``forward``. Where queries and keys have different tokens (a chunk against a cache), call ``forward`` for
     each, and pass the results to ``streamkl.indexer_kl`` or ``streamkl.sparse.index_topk``.
     """
+
+    kind: str
+    """Its name in saved folders."""
+    key_span: int = 1
+    """How many tokens one of its keys stands for."""
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class Indexer(nn.Module, ABC):
         topk_indices: Tensor | None = None,
         teacher_scale: float | None = None,
         teacher_lse: Tensor | None = None,
+        teacher_rest: Tensor | None = None,
         row_weight: Tensor | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         deterministic: bool | None = None,
@@ -126,9 +132,9 @@ class Indexer(nn.Module, ABC):
         )
         return indexer_kl(
             teacher_q, teacher_k, q, k, w, activation=self.activation, topk_indices=topk_indices,
-            teacher_scale=teacher_scale, teacher_lse=teacher_lse, causal=causal, window=window,
-            cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, row_weight=row_weight, reduction=reduction,
-            deterministic=deterministic, backend=backend,
+            teacher_scale=teacher_scale, teacher_lse=teacher_lse, teacher_rest=teacher_rest, causal=causal,
+            window=window, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, row_weight=row_weight,
+            reduction=reduction, deterministic=deterministic, backend=backend,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -139,23 +145,56 @@ class Indexer(nn.Module, ABC):
         query: Tensor | None = None,
         *,
         query_block: int = 1,
+        normalise: bool = False,
+        index_scale: float | None = None,
         causal: bool = True,
         window: tuple[int, int] | None = None,
         positions: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        backend: SelectionBackend = "auto",
     ) -> Tensor:
-        """The keys of the highest scores per query block: ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``.
+        """The keys of the highest scores: `streamkl.sparse.index_topk` of this indexer.
 
-        int32, padded with -1, best first, equal scores by lower index: the arguments and the result are those of
-        `streamkl.sparse.index_topk`. By default the top-k is per query, ``[B, N, topk]``, packed ``[T, topk]``.
+        Args:
+            hidden: ``[B, N, hidden_dim]``, or packed ``[T, hidden_dim]``.
+            topk: How many keys are selected per query block, which is one query by default.
+            query: ``[B, N, query_dim]``, packed ``[T, query_dim]``: input of the queries; ``hidden`` if not given.
+            query_block: How many consecutive queries of a sequence share their top-k, as in `index_topk`.
+            normalise: Whether the queries of a block compare log-probabilities instead of scores.
+            index_scale: Multiplies the products; ``1/sqrt(head_dim)`` if not given.
+            causal: Query ``i`` sees keys ``j <= i``.
+            window: ``(left, right)`` keys around key ``i``; a negative side is unbounded.
+            positions: ``[B, N]`` or ``[N]``, packed ``[T]``: from 0 on in each sequence if not given.
+            position_embeddings: ``(cos, sin)`` in place of positions, as ``forward`` takes them.
+            cu_seqlens_q: ``[sequences + 1]``: where each packed sequence starts, and the end.
+            cu_seqlens_k: The same for the keys, which are those of the same tokens: equal to ``cu_seqlens_q``, and
+                ``cu_seqlens_q`` if not given.
+            backend: ``"auto"`` takes the fastest engine that can run. A named one is used or raises.
+
+        Returns:
+            ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``; per query ``[B, N, topk]``, packed
+            ``[T, topk]``. int32, best first, equal scores by lower index, padded with -1.
+
+        Examples:
+            >>> import torch
+            >>> from streamkl.indexer import HeadIndexer
+            >>> indexer, hidden = HeadIndexer(32, head_dim=16), torch.randn(10, 32)
+            >>> starts = torch.tensor([0, 4, 10])
+            >>> indexer.topk(hidden, topk=3, cu_seqlens_q=starts, cu_seqlens_k=starts).shape
+            torch.Size([10, 3])
+            >>> indexer.topk(hidden[None], topk=6, query_block=4).shape
+            torch.Size([1, 3, 6])
         """
+        cu_seqlens = _of_both(cu_seqlens_q, cu_seqlens_k)
         index_q, index_k, index_w = self(
             hidden, query, positions=positions, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens
         )
         return index_topk(
-            index_q, index_k, index_w, topk=topk, query_block=query_block, activation=self.activation, causal=causal,
-            window=window, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+            index_q, index_k, index_w, topk=topk, query_block=query_block, normalise=normalise,
+            activation=self.activation, index_scale=index_scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens, backend=backend,
         )  # fmt: skip
 
     def _tempered(self, q: Tensor) -> Tensor:
@@ -193,6 +232,21 @@ def check_hidden(hidden: Tensor, query: Tensor, cu_seqlens: Tensor | None) -> No
         raise ValueError(f"hidden must be of shape {wanted}: got {list(hidden.shape)}")
     if query.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(f"query must have the tokens of hidden, {list(hidden.shape[:-1])}: got {list(query.shape)}")
+
+
+def _of_both(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor | None:
+    """The starts of sequences whose queries and keys are the same tokens."""
+    if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q:
+        return cu_seqlens_q
+    if cu_seqlens_q is None:
+        raise ValueError("cu_seqlens_q and cu_seqlens_k go together: got cu_seqlens_k alone")
+    on_cpu = cu_seqlens_q.device.type == cu_seqlens_k.device.type == "cpu"  # elsewhere a look at them would synchronise
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or (on_cpu and not torch.equal(cu_seqlens_q, cu_seqlens_k)):
+        raise ValueError(
+            "cu_seqlens_k must be equal to cu_seqlens_q, for queries and keys are the same tokens: got another one; "
+            "for other keys call the indexer on both, and streamkl.sparse.index_topk"
+        )
+    return cu_seqlens_q
 
 
 def _positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:

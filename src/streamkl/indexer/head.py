@@ -34,6 +34,8 @@ class HeadIndexer(Indexer):
         tensor(3)
     """
 
+    kind = "head"
+
     def __init__(
         self,
         hidden_dim: int,

@@ -40,6 +40,8 @@ class LightningIndexer(Indexer):
         torch.Size([1, 100, 10])
     """
 
+    kind = "lightning"
+
     def __init__(
         self,
         hidden_dim: int,
@@ -75,7 +77,8 @@ class LightningIndexer(Indexer):
         query = hidden if query is None else query
         check_hidden(hidden, query, cu_seqlens)
         q = self._tempered(self.wq_b(query)).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_norm(self.wk(hidden)).to(q.dtype)  # autocast leaves norms in float32
+        # Autocast leaves norms in float32, and so do models that keep the weights of this one in it.
+        k = self.k_norm(self.wk(hidden).to(self.k_norm.weight.dtype)).to(q.dtype)
         q, k = self._rotate(q, k, positions, position_embeddings, cu_seqlens)
         w = self.weights_proj(hidden.to(self.weights_proj.weight.dtype))
         w = w.to(torch.promote_types(w.dtype, torch.float32)) * self.heads**-0.5

@@ -39,6 +39,29 @@ def rope_tables(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Ten
     return angles.cos().float(), angles.sin().float()
 
 
+def fewer_frequencies(table: Tensor, dim: int) -> Tensor:
+    """A table of cosines or sines of ``dim`` dims: every n-th frequency of those that it has.
+
+    Args:
+        table: ``[..., D]``, where ``dim`` divides ``D``; its second half repeats the first.
+        dim: How many dims are rotated, even.
+
+    Returns:
+        ``[..., dim]``.
+
+    Examples:
+        >>> import torch
+        >>> from streamkl.indexer.rope import fewer_frequencies, rope_tables
+        >>> cos, _ = rope_tables(torch.arange(5), dim=8)
+        >>> fewer_frequencies(cos, 4).shape
+        torch.Size([5, 4])
+    """
+    if table.shape[-1] == dim:
+        return table
+    half = table[..., : table.shape[-1] // 2][..., :: table.shape[-1] // dim]
+    return torch.cat((half, half), -1)
+
+
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> Tensor:
     """Rotates the first dims of ``x``, as many as ``cos`` has, and leaves the rest.
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from streamkl import validation
+from streamkl import validation, value_checks
 from streamkl.api import attention_lse
 from streamkl.problem import Support, compute_dtype
 
@@ -151,8 +151,8 @@ def index_lse(arguments: IndexArguments, backend: str) -> Tensor:
     support, w = arguments.support, arguments.w
     m, ln_l = torch.ops.streamkl.logsumexp(
         arguments.q, arguments.k.unsqueeze(1), None if w is None else w.transpose(1, 2), None, support.cu_seqlens_q,
-        support.cu_seqlens_k, arguments.scale, arguments.relu, True, support.left, support.right, True,
-        compute_dtype(arguments.q.dtype), backend,
+        support.cu_seqlens_k, arguments.scale, arguments.relu, True, support.left, support.right,
+        support.key_span, True, compute_dtype(arguments.q.dtype), backend,
     )  # fmt: skip
     return m + ln_l
 
@@ -169,13 +169,13 @@ def selected_arguments(indices: Tensor, attention: AttentionArguments) -> Tensor
             f"indices must be int32 or int64 on {attention.q.device}: got {indices.dtype} on {indices.device}"
         )
     indices = indices.unsqueeze(0) if attention.packed else indices
-    validation.check_topk(indices.unsqueeze(1), keys, "indices")
+    value_checks.check_topk(indices.unsqueeze(1), keys, "indices")
     return indices
 
 
 def check_sequences(support: Support) -> None:
     """Checks the values of a support's ``cu_seqlens``, which it reads."""
-    validation.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
+    value_checks.check_cu_seqlens(support.cu_seqlens_q, support.cu_seqlens_k, support.nq, support.nk)
 
 
 def check_count(topk: int) -> None:

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from streamkl import reference, validation
 from streamkl.api import Backend
 from streamkl.sparse import ops as _ops  # noqa: F401  # registers the operators
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    query_block: int = 1,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: Backend = "auto",
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    *,
+    query_block: int = 1,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
 
 
 def sparse_attention(
@@ -22,8 +62,10 @@ def sparse_attention(
     window: tuple[int, int] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    return_lse: bool = False,
     backend: Backend = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention over the selected keys that each query may see.
 
     It is the same as this code, where ``seen [B, 1, Nq, Nk]`` says which keys the query's block selected and its mask
@@ -32,12 +74,17 @@ def sparse_attention(
         k, v = (x.repeat_interleave(H // Hkv, dim=1) for x in (k, v))
         out = (q @ k.mT * scale).masked_fill(~seen, -inf).softmax(-1) @ v
 
-    Not differentiated: a backward through it raises. Run it under ``torch.no_grad()``.
+    The output has gradients to ``q``, ``k`` and ``v`` at the selected keys, in O(N K) work and memory. They are
+    deterministic: repeated backwards are bit-equal, on GPUs too. A selection is not differentiable: ``indices`` have no
+    gradient, nor have keys that nobody selected. An indexer learns by `streamkl.indexer_kl` instead. In bfloat16 and
+    float16 a backward keeps the output twice: rounded, and what rounding took from it.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``. Any strides; float64, float32, bfloat16 or float16.
-        k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``.
-        v: ``[B, Hkv, Nk, Dv]``, or packed ``[Tk, Hkv, Dv]``; ``Dv`` may differ from ``D``.
+        k: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``, where ``Hkv`` divides ``H``; with a page table
+            ``[pages, page_size, Hkv, D]``.
+        v: ``[B, Hkv, Nk, Dv]``, or packed ``[Tk, Hkv, Dv]``; ``Dv`` may differ from ``D``; with a page table
+            ``[pages, page_size, Hkv, Dv]``.
         indices: ``[B, query_blocks, K]``, packed ``[query_blocks, K]``, int32 or int64: the selected keys, as
             `index_topk` and `oracle_topk` return them: in any order, no key twice, padded with -1, in a packed batch
             counted from the first key of the sequence. A key that a query may not see is hidden from that query only.
@@ -48,11 +95,19 @@ def sparse_attention(
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.
         cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
+        page_table: ``[sequences, n]``, int32 or int64, of a packed batch: the pages of a KV cache that hold the keys
+            and values of each sequence. Key ``j`` of a sequence is token ``j % page_size`` of page
+            ``page_table[sequence, j // page_size]``, and ``cu_seqlens_k`` only says how many keys a sequence has. Pages
+            past its last key are not read. There are no gradients with a page table.
+        return_lse: Whether to return the log-sum-exp of each query's logits, too.
         backend: ``"auto"`` takes the fastest engine that can run. A named one is used or raises, and never falls back.
 
     Returns:
         ``[B, H, Nq, Dv]``, packed ``[Tq, H, Dv]``, in the dtype of ``q``; exactly 0 for a query that sees none of its
         selected keys.
+        With ``return_lse`` also the log-sum-exp ``[B, H, Nq]``, packed ``[H, Tq]``, in float32 (float64 for float64
+        inputs), -inf for such a query. It is a constant, detached from the graph: the ``teacher_lse`` of a loss on the
+        same keys.
 
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
@@ -68,17 +123,37 @@ def sparse_attention(
         torch.Size([1, 4, 128])
         >>> sparse_attention(q, k, v, indices, query_block=64).shape
         torch.Size([1, 4, 256, 32])
+        >>> q = q.requires_grad_()
+        >>> out, lse = sparse_attention(q, k, v, indices, query_block=64, return_lse=True)
+        >>> out.sum().backward()
+        >>> q.grad.shape, lse.shape, lse.requires_grad
+        (torch.Size([1, 4, 256, 32]), torch.Size([1, 4, 256]), False)
+
+        A chunk of a prompt, 64 tokens after the first 192, whose keys and values are in pages 3, 0, 6 and 5 of a cache:
+
+        >>> k, v = torch.randn(2, 8, 64, 2, 32)  # eight pages of 64 tokens
+        >>> page_table = torch.tensor([[3, 0, 6, 5]])
+        >>> cu_seqlens = {"cu_seqlens_q": torch.tensor([0, 64]), "cu_seqlens_k": torch.tensor([0, 256])}
+        >>> chunk, selected = torch.randn(64, 4, 32), indices[0, -1:]
+        >>> sparse_attention(chunk, k, v, selected, query_block=64, **cu_seqlens, page_table=page_table).shape
+        torch.Size([64, 4, 32])
     """
     arguments = validation.sparse_attention_arguments(
-        q, k, v, indices, query_block, scale, causal, window, cu_seqlens_q, cu_seqlens_k, backend
+        q, k, v, indices, query_block, scale, causal, window, cu_seqlens_q, cu_seqlens_k, page_table, backend
     )
     if backend == "reference":
         return reference.sparse_attention(
             q, k, v, indices, query_block=query_block, scale=scale, causal=causal, window=window,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table, return_lse=return_lse,
         )  # fmt: skip
     keys = arguments.keys
-    out = torch.ops.streamkl.sparse_attention(
-        *arguments[:4], scale, keys.cu_seqlens_q, keys.cu_seqlens_k, keys.left, keys.right, query_block, backend
-    )
-    return out[0].transpose(0, 1) if keys.packed else out
+    for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:3])
+    out, _, m, ln_l = torch.ops.streamkl.sparse_attention(
+        *arguments[:4], scale, keys.cu_seqlens_q, keys.cu_seqlens_k, keys.left, keys.right, query_block, backend,
+        for_backward, page_table,
+    )  # fmt: skip
+    out = out[0].transpose(0, 1) if keys.packed else out
+    if not return_lse:
+        return out
+    lse = (m + ln_l).detach()
+    return out, lse[0] if keys.packed else lse

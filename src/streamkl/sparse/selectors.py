@@ -3,12 +3,14 @@
 With a query block of more than one query, the keys on the block's diagonal (``i + Nk - Nq``) come first, by rising
 index. Under a causal mask every query of the block sees the first of them, so that none is left without a key. A window
 may hide it: then every query sees a key if ``topk + left >= query_block``; if not, the last
-``query_block - topk - left`` queries of a full block see none. With ``topk`` of at least the number of keys it is dense
-attention. Tensors are dense or packed (varlen).
+``query_block - topk - left`` queries of a full block see none. A ``topk`` of at most ``query_block`` holds nothing but
+this diagonal: it is worth a warning. With ``topk`` of at least the number of keys it is dense attention. Tensors are
+dense or packed (varlen).
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -36,6 +38,8 @@ class AttentionCall(NamedTuple):
         cu_seqlens_k: The same for the keys.
         index: The tensors that an indexer computed from the layer's hidden states, if there is one.
         lse: ``[B, H, Nq]``, packed ``[H, Tq]``: the log-sum-exp of the dense attention, if it is known.
+        rest: ``[B, H, Nq]``, packed ``[H, Tq]``: the log-sum-exp of what else the softmax covers, such as a sink.
+        key_span: How many tokens a key stands for, as in `streamkl.indexer_kl`; selectors are given keys of one token.
     """
 
     q: Tensor
@@ -47,6 +51,8 @@ class AttentionCall(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     index: IndexTensors | None = None  # pyright: ignore[reportIncompatibleMethodOverride]  # by name, as the others
     lse: Tensor | None = None
+    rest: Tensor | None = None
+    key_span: int = 1
 
 
 class Selector(Protocol):
@@ -74,6 +80,16 @@ class _Selector:
 
     def __post_init__(self) -> None:
         check_selection(self.topk, self.query_block, "auto")
+        self._check()
+        if self.query_block > 1 and self.topk <= self.query_block:
+            warnings.warn(  # at the caller's line, beyond the dataclass's own __init__
+                f"a top-k of {self.topk} keys shared by a query block of {self.query_block} holds only keys on the "
+                f"block's diagonal: select more than {self.query_block} keys, or use a smaller query_block",
+                stacklevel=3,
+            )
+
+    def _check(self) -> None:
+        """Checks what a selector has beside ``topk`` and ``query_block``."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +158,7 @@ class WindowSelector(_Selector):
 
     sinks: int = 4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise ValueError(f"sinks must be an integer and not negative: got {self.sinks!r}")
 

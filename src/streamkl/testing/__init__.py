@@ -10,6 +10,7 @@ from streamkl.testing.sparse_accuracy import (
     check_index_topk,
     check_normalised_topk,
     check_oracle_topk,
+    check_paged_attention,
     check_sparse_attention,
 )
 from streamkl.testing.sparse_cases import SparseCase, random_sparse_case
@@ -29,6 +30,7 @@ __all__ = [
     "check_index_topk",
     "check_normalised_topk",
     "check_oracle_topk",
+    "check_paged_attention",
     "check_sparse_attention",
     "evaluate",
     "make_case",

@@ -138,7 +138,12 @@ def _nan_rows(case: Case) -> Tensor | None:
 
 
 def _definition(case: Case) -> Callable[..., Tensor]:
-    return getattr(reference, case.function)
+    """The reference, which is given 0 for what must not matter in ``teacher_rest``."""
+    function, rest = getattr(reference, case.function), case.options.get("teacher_rest")
+    if rest is None:
+        return function
+    cleaned = torch.where(rest.isnan(), 0.0, rest)
+    return lambda **arguments: function(**{**arguments, "teacher_rest": cleaned})
 
 
 def _student(case: Case) -> str:
@@ -243,16 +248,19 @@ def _allowed(case: Case) -> Tensor:
 
 
 def _lse_error(case: Case) -> dict[str, float]:
-    """The effect of a given ``teacher_lse`` on the outputs, to first order.
+    """The effect of a given ``teacher_lse`` or ``teacher_rest`` on the outputs, to first order.
 
     Probabilities are then ``e^(a - LSE)``, normalised by an LSE of other logits. Those of each head are off by a factor
     of at most ``1 + delta``, where ``delta`` is the rounding of the LSE, plus the error of float32 (float64) logits,
     plus the rounding of the probability itself, which a softmax of its own weights would divide away. The loss of a
     row changes by at most ``delta (1 + 2 sum p |ln p - ln q|)``, the derivative of a student logit by ``delta p``.
+    With ``teacher_rest`` an LSE, given or not, is in the share by which a head is weighed, and in the mean of shares.
     """
-    if case.teacher_lse is None or not _reads_lse(case):
+    rest = case.options.get("teacher_rest") if _is_mixture(case) else None
+    lse = case.teacher_lse if _reads_lse(case) else None
+    if lse is None and rest is None:
         return {}
-    finite = case.teacher_lse[case.teacher_lse.isfinite()]
+    finite = torch.cat([x[x.isfinite()] for x in (lse, rest) if x is not None])
     x, o, student = case.clean(torch.float64), case.options, _student(case)
     packed = o.get("cu_seqlens_q") is not None
     teacher_q, teacher_k, q, k = _operands(case, x)
@@ -269,6 +277,7 @@ def _lse_error(case: Case) -> dict[str, float]:
         logit_error = max(logit_error, _largest((a_float - a_of_float) * possible[:, None, None]))
     eps, eps_float = torch.finfo(finite.dtype).eps, torch.finfo(torch.float32).eps
     delta = eps * _largest(finite) + eps / eps_float * logit_error + eps
+    delta *= 1 if rest is None else 3
 
     scores = reference.logits(q, k, o.get(f"{student}_scale"))  # [B, heads, Nq, Nk]
     indexer = case.function == "indexer_kl"
@@ -279,7 +288,13 @@ def _lse_error(case: Case) -> dict[str, float]:
     b = (scores * w[..., None]).sum(1, keepdim=True) if indexer else scores
     allowed_a, allowed = (reference.for_heads(_allowed(case), n) for n in (a.shape[1], b.shape[1]))
     log_q = reference.log_softmax(b, allowed)
-    p = (reference.log_softmax(a, allowed_a).exp() * allowed_a).unflatten(1, (b.shape[1], -1)).mean(2)
+    p = reference.log_softmax(a, allowed_a).exp() * allowed_a
+    if rest is not None:
+        inside = torch.where(allowed_a, a, -torch.inf).logsumexp(-1)
+        p = p * torch.sigmoid(inside - rest.double().view(a.shape[:3])).nan_to_num_(0.0)[..., None]
+    p = p.unflatten(1, (b.shape[1], -1)).mean(2)
+    if rest is not None:
+        p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     distance = torch.where(p > 0, p * (p.log() - log_q).abs(), 0.0).sum(-1)
 
     weight = _weights(case)
@@ -304,11 +319,17 @@ def _lse_error(case: Case) -> dict[str, float]:
 def _reads_lse(case: Case) -> bool:
     """Whether the call uses the LSE: for a head mean, or for loss and student gradients in one pass."""
     o = case.options
+    if _is_mixture(case):
+        return True
+    one_pass = o.get("reduction") != "none" and not any(name.startswith("teacher") for name in case.wanted)
+    return o.get("divergence", "forward") == "forward" and one_pass
+
+
+def _is_mixture(case: Case) -> bool:
+    """Whether heads of the teacher are averaged."""
     if case.function == "indexer_kl":
         return True
-    mixture = case.tensors["teacher_q"].shape[1] != case.tensors["student_q"].shape[1]  # heads, packed or not
-    one_pass = o.get("reduction") != "none" and not any(name.startswith("teacher") for name in case.wanted)
-    return o.get("divergence", "forward") == "forward" and (mixture or one_pass)
+    return case.tensors["teacher_q"].shape[1] != case.tensors["student_q"].shape[1]  # heads, packed or not
 
 
 def _largest(x: Tensor) -> float:

@@ -15,10 +15,13 @@ from torch import Tensor
 from streamkl.testing.problems import (
     DTYPES,
     INFINITE,
+    REST,
     Case,
     Infinite,
     draw_infinite,
+    draw_key_span,
     draw_lse,
+    draw_rest,
     draw_row_weight,
     draw_sequences,
     draw_topk,
@@ -64,6 +67,7 @@ def make_indexer_case(
     tokens: tuple[int, int] = (50, 50),
     cu_seqlens: tuple[list[int], list[int]] | None = None,
     teacher_lse: bool = False,
+    teacher_rest: bool = False,
     row_weight: Tensor | None = None,
     wanted: tuple[str, ...] = INDEX,
     spread: tuple[float, float] = (1.0, 1.0),
@@ -85,6 +89,7 @@ def make_indexer_case(
         tokens: Queries and keys of a batch element, or of all packed sequences and the tokens past them.
         cu_seqlens: Starts of packed queries and keys.
         teacher_lse: Whether the call is given one.
+        teacher_rest: Whether the call is given one.
         row_weight: ``[B, Nq]`` or ``[B, 1, Nq]``, packed ``[Tq]`` or ``[1, Tq]``.
         wanted: The names of the tensors that want a gradient; ``index_w`` only if it is given.
         spread: Approximate standard deviations of teacher logits and index scores.
@@ -117,6 +122,8 @@ def make_indexer_case(
         values = {name: x[0].transpose(0, 1) for name, x in values.items()}
         weight = weight[0]
     lse = draw_lse(values, options, dead) if teacher_lse else None
+    if teacher_rest:
+        options["teacher_rest"] = draw_rest(seed, values, options, dead)
     values["index_k"] = values["index_k"].squeeze(1)
     if weight_dtype is not None:
         values["index_w"] = weight.to(weight_dtype)
@@ -134,6 +141,7 @@ def random_indexer_case(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     max_tokens: int = 48,
     topk: bool | None = None,
+    key_span: bool = False,
     max_heads: int = 128,
     max_batch: int = 3,
 ) -> Case:
@@ -145,6 +153,7 @@ def random_indexer_case(
         dtypes: The dtypes to draw the teacher's and the indexer's from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
         topk: Whether keys are selected; drawn if not given.
+        key_span: Whether a key stands for several tokens.
         max_heads: The most heads of the teacher, and index heads.
         max_batch: The most batch elements.
 
@@ -174,9 +183,12 @@ def random_indexer_case(
         drawn["tokens"] = (nq, nk)
     drawn["causal"] = rng.random() < 0.7
     drawn["window"] = draw_window(rng, max_tokens)
+    if key_span:
+        draw_key_span(seed, drawn)
     drawn["teacher_lse"] = rng.random() < 0.65
     if rng.random() < 0.4:
         drawn["row_weight"] = draw_row_weight(rng, batch, 1, drawn["tokens"][0], packed, index_dtype)
+    drawn["teacher_rest"] = random.Random(f"rest {seed}").random() < REST
     for name in ("teacher_scale", "index_scale"):
         drawn[name] = None if rng.random() < 0.6 else rng.choice((0.05, 0.3, 1.0))
     drawn["spread"] = (rng.choice((0.3, 1.0, 3.0)), rng.choice((0.3, 1.0, 3.0)))

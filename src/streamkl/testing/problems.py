@@ -9,6 +9,7 @@ themselves, and so do keys that no other row sees.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ TEACHER = ("teacher_q", "teacher_k")
 """The teacher's tensors in a `Case`; ``STUDENT + TEACHER`` asks for the gradients of both."""
 INFINITE = 0.15
 """The share of random problems in which a token is infinite."""
+REST = 0.3
+"""The share of random problems in which the teacher's softmax covers more than the allowed keys."""
 FAR_BELOW = -61440.0
 """Stands for -inf in an element of a key: its logits have probabilities of 0 in float64, in every dtype."""
 
@@ -125,6 +128,7 @@ def make_case(
     tokens: tuple[int, int] = (50, 50),
     cu_seqlens: tuple[list[int], list[int]] | None = None,
     teacher_lse: bool = False,
+    teacher_rest: bool = False,
     row_weight: Tensor | None = None,
     wanted: tuple[str, ...] = STUDENT,
     spread: tuple[float, float] = (1.0, 1.0),
@@ -145,6 +149,7 @@ def make_case(
         tokens: Queries and keys of a batch element, or of all packed sequences and the tokens past them.
         cu_seqlens: Starts of packed queries and keys.
         teacher_lse: Whether the call is given one.
+        teacher_rest: Whether the call is given one.
         row_weight: ``[B, Nq]`` or ``[B, R, Nq]``, packed ``[Tq]`` or ``[R, Tq]``.
         wanted: The names of the tensors that want a gradient.
         spread: Approximate standard deviations of teacher and student logits.
@@ -169,6 +174,8 @@ def make_case(
     if packed:
         values = {name: x[0].transpose(0, 1) for name, x in values.items()}
     lse = draw_lse(values, options, dead) if teacher_lse else None
+    if teacher_rest:
+        options["teacher_rest"] = draw_rest(seed, values, options, dead)
     rows = (heads.student, nq) if packed else (batch, heads.student, nq)
     upstream = torch.randn(rows if options.get("reduction") == "none" else (), generator=torch_rng)
     case = Case(seed, values, options, lse, wanted, upstream, dead, infinite=infinite)
@@ -236,7 +243,8 @@ def mask_options(
 
 def mask_of(options: dict[str, Any]) -> dict[str, Any]:
     """The options that say which keys a row may see."""
-    return {name: options.get(name) for name in ("causal", "window", "cu_seqlens_q", "cu_seqlens_k", "topk_indices")}
+    names = ("causal", "window", "cu_seqlens_q", "cu_seqlens_k", "topk_indices")
+    return {**{name: options.get(name) for name in names}, "key_span": options.get("key_span", 1)}
 
 
 def poison(values: dict[str, Tensor], allowed: Tensor, dead: Tensor) -> None:
@@ -252,6 +260,13 @@ def draw_lse(values: dict[str, Tensor], options: dict[str, Any], dead: Tensor) -
     lse = reference.attention_lse(q, k, scale=options.get("teacher_scale"), **mask_of(options))
     wide = any(x.dtype == torch.float64 for x in values.values())
     return torch.where(dead, torch.nan, lse).to(torch.float64 if wide else torch.float32)
+
+
+def draw_rest(seed: int, values: dict[str, Tensor], options: dict[str, Any], dead: Tensor) -> Tensor:
+    """The log-sum-exp of what lies outside: a hundredth to a hundred times what is inside, or nothing; as the LSE."""
+    lse = draw_lse(values, options, dead)
+    more = torch.empty(lse.shape).uniform_(-5.0, 5.0, generator=torch.Generator().manual_seed(seed))
+    return torch.where(more < -4.5, -torch.inf, lse + more)
 
 
 def place_case(case: Case, guard: bool, device: str | torch.device) -> Case:
@@ -277,6 +292,7 @@ def random_case(
     dims: tuple[int, ...] = DIMS,
     max_tokens: int = 96,
     topk: bool = False,
+    key_span: bool = False,
     max_heads: int = 9,
     max_batch: int = 3,
 ) -> Case:
@@ -289,6 +305,7 @@ def random_case(
         dims: The head dims to draw from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
         topk: Whether keys are selected.
+        key_span: Whether a key stands for several tokens.
         max_heads: The most heads of the student; the teacher has up to three times as many.
         max_batch: The most batch elements.
 
@@ -313,9 +330,12 @@ def random_case(
         drawn["tokens"] = (nq, nk)
     drawn["causal"] = rng.random() < 0.5
     drawn["window"] = draw_window(rng, max_tokens)
+    if key_span:
+        draw_key_span(seed, drawn)
     drawn["teacher_lse"] = rng.random() < 0.5
     if rng.random() < 0.5:
         drawn["row_weight"] = draw_row_weight(rng, batch, heads.student, drawn["tokens"][0], packed, drawn["dtypes"][1])
+    drawn["teacher_rest"] = random.Random(f"rest {seed}").random() < REST
     for name in ("teacher_scale", "student_scale"):
         drawn[name] = None if rng.random() < 0.6 else rng.choice((0.05, 0.3, 1.0))
     drawn["spread"] = (rng.choice((0.3, 1.0, 3.0)), rng.choice((0.3, 1.0, 3.0)))
@@ -352,6 +372,24 @@ def draw_window(rng: random.Random, max_tokens: int) -> tuple[int, int] | None:
         return None
     left, right = (rng.choice((-1, 0, 1, rng.randint(2, max_tokens))) for _ in range(2))
     return left, right
+
+
+def draw_key_span(seed: int, drawn: dict[str, Any]) -> None:
+    """Draws how many tokens a key stands for, and mostly gives each sequence as many keys as its tokens make."""
+    rng = random.Random(f"span {seed}")
+    span = rng.choice((2, 3, 4, 4, 7, 16, 128))
+    drawn.update(causal=True, window=None, key_span=span)
+    if rng.random() < 0.3:
+        return
+    (nq, nk), cu_seqlens = drawn["tokens"], drawn.get("cu_seqlens")
+    if cu_seqlens is None:
+        drawn["tokens"] = (nq, nq // span)
+        return
+    starts_q, starts_k = cu_seqlens
+    starts = [0]
+    for first, last in itertools.pairwise(starts_q):
+        starts.append(starts[-1] + (last - first) // span)
+    drawn["tokens"], drawn["cu_seqlens"] = (nq, nk - starts_k[-1] + starts[-1]), (starts_q, starts)
 
 
 def draw_sequences(rng: random.Random, max_tokens: int) -> tuple[tuple[int, int], tuple[list[int], list[int]]]:

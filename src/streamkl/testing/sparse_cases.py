@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,17 @@ DIMS = ((16, 16), (40, 24), (59, 7), (64, 64), (128, 128), (192, 128), (96, 144)
 """Head dims of keys and values: equal ones, those of MLA, and odd ones."""
 
 QUERY_BLOCKS = (1, 1, 2, 5, 16, 64)
+
+
+PAGE_SIZES = (1, 3, 16, 128)
+
+
+class Pages(NamedTuple):
+    """Packed keys and values in pages: ``k`` and ``v [pages, page_size, Hkv, D]``, ``page_table [sequences, n]``."""
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor
 
 
 @dataclass
@@ -71,6 +82,46 @@ class SparseCase:
     def clean(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """``q``, ``k`` and ``v`` with 0 where nothing may be read, cast to ``dtype`` if given."""
         return [torch.where(x.isnan(), 0.0, x).to(dtype or x.dtype) for x in (self.q, self.k, self.v)]
+
+    def as_packed(self) -> SparseCase:
+        """The same attention with its batch elements as packed sequences; the indexer is left as it is."""
+        if self.packed:
+            return self
+        starts = ((torch.arange(self.q.shape[0] + 1) * x.shape[2]).int() for x in (self.q, self.k))
+        mask = {**self.mask, **dict(zip(MASK[2:], starts, strict=True))}
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, indices=self.indices.flatten(0, 1), mask=mask)
+
+    def pages(self) -> Pages:
+        """The keys and values of packed sequences in pages of a random size and order, with nan in all other places.
+
+        Columns of the page table that no sequence fills hold numbers that are no pages.
+        """
+        rng, lengths = random.Random(self.seed), self.mask["cu_seqlens_k"].diff().tolist()
+        size = rng.choice(PAGE_SIZES)
+        counts = [-(-length // size) for length in lengths]
+        order = list(range(sum(counts) + rng.choice((1, 4))))
+        rng.shuffle(order)
+        table = torch.full((len(lengths), max(counts, default=0) + rng.choice((0, 2))), rng.choice((-1, 1 << 30)))
+        k, v = (x.new_full((len(order), size, *x.shape[1:]), torch.nan) for x in (self.k, self.v))
+        first = 0
+        for n, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            table[n, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int64)
+            for j in range(length):
+                page = table[n, j // size]
+                k[page, j % size], v[page, j % size] = self.k[first + j], self.v[first + j]
+            first += length
+        return Pages(*(guarded(x, rng, "cpu") for x in (k, v, table.to(rng.choice((torch.int32, torch.int64))))))
+
+    def upstream(self) -> Tensor:
+        """The gradient of the output, random, in its shape and dtype: nan for queries that see no selected key."""
+        shape = [*self.q.shape[:-1], self.v.shape[-1]]
+        d_out = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed))
+        nq, nk = (x.shape[0 if self.packed else 2] for x in (self.q, self.k))
+        mask = (self.mask[name] for name in MASK)
+        live = reference.selected_pairs(nq, nk, self.indices, self.query_block, *mask).any(-1)  # [B, 1, Nq]
+        live = live[0, 0, :, None, None] if self.packed else live[..., None]
+        return d_out.masked_fill(~live, torch.nan).to(self.q.dtype)
 
     def __str__(self) -> str:
         mask = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in self.mask.items()}

@@ -1,6 +1,8 @@
 """The build: cached, shared by processes that start together, loaded if whole and safe, clear if it cannot be done."""
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -176,3 +178,25 @@ def test_a_library_that_does_not_load_is_told_with_what_to_do(small: Any) -> Non
 def test_build_command_prints_where_the_library_is() -> None:
     result = subprocess.run([sys.executable, "-m", "streamkl", "build"], capture_output=True, text=True, timeout=900)
     assert Path(result.stdout.strip()).exists(), result.stderr
+
+
+def test_on_a_terminal_a_build_says_how_far_it_is_and_into_a_file_it_does_not(small: Any, tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from streamkl.engines.cpu import build
+build.SOURCES = Path({str(small.sources)!r})
+build.build(force=True)
+"""
+    terminal, end = os.openpty()
+    subprocess.run([sys.executable, "-c", script], stderr=end, check=True, timeout=300)
+    os.close(end)
+    said = b""
+    with contextlib.suppress(OSError):  # the end of a terminal that nobody writes to
+        while part := os.read(terminal, 4096):
+            said += part
+    os.close(terminal)
+    assert re.search(r"\rstreamkl: 1 of 2 sources, \d+ s", said.decode())
+    assert re.search(r"\rstreamkl: 2 of 2 sources, \d+ s\r?\n", said.decode())
+    piped = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert "building the CPU engine" in piped.stderr
+    assert "sources" not in piped.stderr

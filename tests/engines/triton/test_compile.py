@@ -24,16 +24,21 @@ def kernels(*arguments: str, timeout: int = 1800) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-def test_kernels_of_the_quick_table_are_within_their_budgets(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "targets",
+    [("sm_90", "gfx942"), pytest.param(("sm_80", "sm_90", "sm_100", "gfx942"), marks=pytest.mark.nightly)],
+    ids=["one_of_each_vendor", "all"],
+)
+def test_kernels_of_the_quick_table_are_within_their_budgets(targets: tuple[str, ...], tmp_path: Path) -> None:
     output = tmp_path / "kernels.json"
-    result = kernels("--quick", "--check", "--output", str(output))
+    result = kernels("--quick", "--check", "--target", *targets, "--output", str(output))
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "upper bound, not measured" in " ".join(result.stdout.split())
     rows = json.loads(output.read_text())
-    assert {row["arch"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert {row["arch"] for row in rows} == set(targets)
     assert all(row["spills"] == 0 and row["shared"] <= row["shared_limit"] for row in rows)
     kernels_made = len({(row["arch"], row["ir"]) for row in rows})
-    assert f"{len(rows)} rows of 4 targets, {kernels_made} different kernels, in " in result.stdout
+    assert f"{len(rows)} rows of {len(targets)} targets, {kernels_made} different kernels, in " in result.stdout
     assert result.stdout.rstrip().endswith(" of processor time): 0 over budget")
 
 
@@ -136,7 +141,7 @@ from streamkl import attention_kl
 q = torch.randn(1, 2, 20, 16, requires_grad=True)
 def loss(q):
     return attention_kl(q.detach(), q.detach(), q, q, student_scale=0.1, causal=True, backend="triton")
-eager, compiled = loss(q), torch.compile(loss, fullgraph=True)(q)
+eager, compiled = loss(q), torch.compile(loss, fullgraph=True, backend="aot_eager")(q)
 a, b = (torch.autograd.grad(x, q)[0] for x in (eager, compiled))
 assert torch.allclose(eager, compiled, rtol=1e-6, atol=1e-7) and torch.allclose(a, b, rtol=1e-6, atol=1e-7)
 print("equal")

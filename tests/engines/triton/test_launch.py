@@ -171,22 +171,54 @@ def test_sparse_attention_has_a_program_per_query_block_and_key_head_and_reads_n
     query_block, programs, packed
 ) -> None:
     """A query block of 64 with four heads makes two tiles of 128 rows."""
-    from streamkl.engines.triton.plans.attention import sparse_attention
+    from streamkl.engines.triton.plans.attention import sparse_attention, sparse_attention_backward
 
     problem, inputs, _ = meta_problem((32, 8, 32, 8), batch=1, packed=packed)
     indices = torch.empty(1, 4096 // query_block, 2048, dtype=torch.int32, device="meta")
     q, k = inputs[:2]
-    (launch,), out = sparse_attention(problem.support, problem.a, q, k, k[..., :64], indices, query_block, ARCH)
+    given = (problem.support, problem.a, q, k, k[..., :64], indices, query_block)
+    (launch,), output = sparse_attention(*given, True, ARCH)
     assert launch.programs == programs
     assert launch.constants["ROWS"] == (16 if query_block == 1 else 128)
-    assert out.shape == (1, 32, 4096, 64)
-    assert out.transpose(1, 2).is_contiguous()
+    for out in (output.out, output.rest):
+        assert out.shape == (1, 32, 4096, 64)
+        assert out.transpose(1, 2).is_contiguous()
+    launches, gradients = sparse_attention_backward(*given, output, torch.empty_like(output.out), ARCH)
+    assert [launch.kernel.__name__ for launch in launches] == ["attention_queries_kernel", "attention_keys_kernel"]
+    assert launches[1].programs >= 4096 // launches[1].constants["KEYS"] * 8
+    assert [x.shape for x in gradients] == [q.shape, k.shape, (1, 8, 4096, 64)]
 
 
 def test_few_queries_split_the_keys_and_merge() -> None:
     launches = every_plan(*meta_problem(tokens=(1, 65536), batch=1))["paired"]
     assert [launch.kernel.__name__ for launch in launches] == ["paired_kernel", "merge_paired_kernel"]
     assert launches[0].programs >= architecture.processors(ARCH)
+
+
+@pytest.mark.parametrize("packed", [0, 3])
+@pytest.mark.parametrize("query_block", [1, 64])
+def test_a_selection_holds_some_scores_at_a_time_and_reads_nothing(query_block, packed) -> None:
+    """Beside the result, which has 2,048 keys for each of 65,536 queries: 64 MB of scores and 128 MB of ranks."""
+    from streamkl.engines.triton.plans.selection import index_topk
+
+    tokens = 65_536
+    problem, inputs, _ = meta_problem((8, 2, 8, 1), (tokens, tokens), 1, packed=packed, head_summed=True)
+    allocated = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and func.overloadpacket is torch.ops.aten.empty:
+                allocated.append(out.numel() * out.element_size())
+            return out
+
+    with Allocations():
+        launches, out = index_topk(
+            problem.support, problem.b, inputs.b_q, inputs.b_k, inputs.b_w, None, 2048, query_block,
+            tokens // query_block, ARCH,
+        )  # fmt: skip
+    assert sum(allocated) <= out.numel() * 4 + (200 << 20)
+    assert {launch.kernel.__name__ for launch in launches} == {"block_scores_kernel", "best_keys_kernel"}
 
 
 def test_the_tensors_device_is_current_while_a_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +273,8 @@ def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
 def test_every_table_has_every_kind() -> None:
     kinds = ("lse", "paired", "mixture", "keys_one", "keys_group", "queries_one", "queries_group", "keys_both",
              "lse_index", "mixture_index", "keys_index", "queries_index", "lse_gathered", "paired_gathered",
-             "mixture_gathered", "gradient_gathered", "attention")  # fmt: skip
+             "mixture_gathered", "gradient_gathered", "attention", "attention_queries", "attention_keys",
+             "selection")  # fmt: skip
     for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "sm_103", "gfx999"):
         for kind in kinds:
             for flavour in ("", "_misaligned", "_float32"):

@@ -15,8 +15,18 @@ from streamkl import attention_kl, attention_lse, indexer_kl
 from streamkl.engines.triton import launch
 from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
-from streamkl.sparse import sparse_attention
-from streamkl.testing import STUDENT, TEACHER, Heads, IndexerHeads, evaluate, make_case, make_indexer_case
+from streamkl.sparse import index_topk, sparse_attention
+from streamkl.testing import (
+    STUDENT,
+    TEACHER,
+    Heads,
+    IndexerHeads,
+    evaluate,
+    make_case,
+    make_indexer_case,
+    random_sparse_case,
+)
+from streamkl.testing.sparse_cases import count_query_blocks
 
 pytest.importorskip("triton")
 
@@ -155,7 +165,8 @@ def test_no_address_outside_of_the_arguments_of_sparse_attention(
 ) -> None:
     config = Config(rows=16, keys=8, warps=1, stages=1, hold=hold, chunk=32, grad=16)
     monkeypatch.setattr(architecture, "INTERPRETED", config)
-    q, k, v = (torch.randn(1, heads, n, dim) for heads, n, dim in ((6, 7, 40), (2, 30, 40), (2, 30, 24)))
+    shapes = ((6, 7, 40), (2, 30, 40), (2, 30, 24))
+    q, k, v = (torch.randn(1, heads, n, dim, dtype=torch.bfloat16, requires_grad=True) for heads, n, dim in shapes)
     query_blocks, options = -(-7 // query_block), {"query_block": query_block, "window": (19, 3), "backend": "triton"}
     if packed:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -165,8 +176,41 @@ def test_no_address_outside_of_the_arguments_of_sparse_attention(
     indices = selected(query_blocks, 37, 30)
     out = sparse_attention(q, k, v, indices if packed else indices[None], **options)
     assert out.isfinite().all()
+    out.sum().backward()
+    assert sanitizer["checked"] > 3000
+    assert sanitizer["kernels"] == {"sparse_attention_kernel", "attention_queries_kernel", "attention_keys_kernel"}
+
+
+@pytest.mark.parametrize("query_block", [1, 3])
+def test_no_address_outside_of_the_arguments_of_sparse_attention_of_pages(query_block, sanitizer, monkeypatch) -> None:
+    monkeypatch.setattr(architecture, "INTERPRETED", Config(rows=16, keys=8, warps=1, stages=1, grad=16))
+    case = next(case for case in map(random_sparse_case, range(100)) if case.packed and case.q.shape[0] > 5)
+    k, v, page_table = case.pages()
+    query_blocks = count_query_blocks(case.q.shape[0], query_block, case.starts())
+    indices, mask = selected(query_blocks, 37, int(case.mask["cu_seqlens_k"].diff().max())), case.mask
+    options = {"query_block": query_block, **mask, "page_table": page_table, "backend": "triton"}
+    sparse_attention(case.q.float(), k.float(), v.float(), indices, **options)
     assert sanitizer["checked"] > 3000
     assert sanitizer["kernels"] == {"sparse_attention_kernel"}
+
+
+@pytest.mark.parametrize("hold", [1024, 16], ids=["held", "chunked"])
+@pytest.mark.parametrize("query_block", [1, 3, 20])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_no_address_outside_of_the_arguments_of_a_selection(packed, query_block, hold, sanitizer, monkeypatch) -> None:
+    config = Config(rows=16, keys=8, warps=1, stages=1, hold=hold, chunk=32)
+    monkeypatch.setattr(architecture, "INTERPRETED", config)
+    for name, size in {"SCORES": 1, "RANKED": 16, "PIECE": 16}.items():
+        monkeypatch.setattr(f"streamkl.engines.triton.plans.selection.{name}", size)
+    index_q, index_k, index_w = torch.randn(1, 3, 23, 40), torch.randn(1, 37, 40), torch.randn(1, 23, 3)
+    options = {"query_block": query_block, "window": (19, 3), "normalise": True, "topk": 20, "backend": "triton"}
+    if packed:
+        index_q, index_k, index_w = index_q[0].transpose(0, 1), index_k[0], index_w[0]
+        options |= {"cu_seqlens_q": torch.tensor([0, 9, 9, 21]), "cu_seqlens_k": torch.tensor([0, 4, 13, 35])}
+    found = index_topk(index_q, index_k, index_w, **options)
+    assert torch.equal(found, index_topk(index_q, index_k, index_w, **{**options, "backend": "tiled"}))
+    assert sanitizer["checked"] > 3000
+    assert {"block_scores_kernel", "best_keys_kernel"} <= sanitizer["kernels"]
 
 
 def test_the_sanitizer_covers_every_kernel_of_a_loss(sanitizer, monkeypatch) -> None:

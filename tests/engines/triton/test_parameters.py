@@ -27,4 +27,11 @@ def test_no_function_of_a_kernel_has_more_than_25_parameters(path: Path) -> None
 def test_the_kernels_are_found() -> None:
     names = {function.name for path in KERNELS for function in functions(path)}
     assert {"lse_kernel", "paired_kernel", "mixture_kernel", "keys_kernel", "queries_kernel"} < names
-    assert {"gathered_gradient_kernel", "sparse_attention_kernel"} < names
+    assert {
+        "gathered_gradient_kernel",
+        "sparse_attention_kernel",
+        "attention_queries_kernel",
+        "attention_keys_kernel",
+        "block_scores_kernel",
+        "best_keys_kernel",
+    } < names

@@ -24,6 +24,7 @@ MASKS = {
     "causal": {"causal": True},
     "window": {"window": (60, 40)},
     "causal_window": {"causal": True, "window": (70, 0)},
+    "key_span": {"causal": True, "key_span": 3},
 }
 
 
@@ -71,7 +72,8 @@ def masked(monkeypatch: pytest.MonkeyPatch) -> list:
 def tiles(nq: int, nk: int, mask: dict) -> tuple[int, int]:
     """How many tiles hold an allowed pair, and how many of them a pair that is not."""
     allowed = torch.zeros(-(-nq // ROWS) * ROWS, -(-nk // KEYS) * KEYS, dtype=torch.bool)
-    allowed[:nq, :nk] = reference.allowed_pairs(nq, nk, mask.get("causal", False), mask.get("window"), None, None)
+    options = {"causal": False, "window": None, "cu_seqlens_q": None, "cu_seqlens_k": None, **mask}
+    allowed[:nq, :nk] = reference.allowed_pairs(nq, nk, **options)
     missing = ~allowed
     missing[nq:] = False  # rows past the end are not stored, and need no mask where the others see the whole tile
     touched, boundary = (x.unfold(0, ROWS, ROWS).unfold(1, KEYS, KEYS).flatten(2).any(-1) for x in (allowed, missing))

@@ -34,6 +34,7 @@ def in_chunks(model, ids: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([model(chunk, past_key_values=cache).logits[0] for chunk in ids.split(size, 1)])
 
 
+@pytest.mark.filterwarnings("ignore:a top-k of")
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_with_a_topk_of_all_keys_every_selector_is_the_dense_model(family, dense_of) -> None:
@@ -50,6 +51,7 @@ def test_with_a_topk_of_all_keys_every_selector_is_the_dense_model(family, dense
     assert (model(ids).logits - dense.logits).abs().max() > 0.1, "fewer keys make a difference"
 
 
+@pytest.mark.filterwarnings("ignore:a top-k of")
 @pytest.mark.parametrize("keys", [TOKENS, BLOCK])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -209,6 +211,7 @@ def test_smollm2_sparse_with_enough_keys_is_dense_in_every_kind_of_call(smol, de
     dense._replace(rounding=max(dense.rounding, between)).check(chunked, alone[1])
 
 
+@pytest.mark.filterwarnings("ignore:a top-k of")
 @torch.no_grad()
 def test_the_text_model_under_a_vision_model_is_sparse_and_images_are_seen(dense_of) -> None:
     vision = {

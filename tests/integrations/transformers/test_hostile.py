@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM
 
 import streamkl.integrations.transformers as skl
 from streamkl import durable
-from streamkl.integrations.transformers import folder as folders
+from streamkl.integrations.saved import folder as folders
+from streamkl.integrations.saved.selectors import from_json
 from streamkl.integrations.transformers import loading
-from streamkl.integrations.transformers.selection import from_json
 from streamkl.sparse import IndexerSelector
 from streamkl.testing.tiny_models import tiny_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:a top-k of .* shared by a query block")  # a change may make topk small
 SMALL = 1 << 16
 """Bytes of the largest tensor that a tiny model's indexers have room for."""
 

@@ -1,11 +1,11 @@
-"""DeepSeek-V3.2 and GLM-MoE-DSA: their own indexers, as they are until asked for more, and then trainable in place."""
+"""DeepSeek-V3.2 and its relatives: their own indexers, as they are until asked for more, then trainable in place."""
 
 import importlib
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 import streamkl.integrations.transformers as skl
 from streamkl import indexer_kl
@@ -72,10 +72,9 @@ def test_indexer_kl_reaches_every_parameter_of_the_indexers_and_no_other(family,
     with handle.watch(learn):
         model(ids)
     assert graphs == [True] * len(maps)
-    assert len(losses) == len(handle.indexers) == 2
+    assert len(losses) == len(handle.indexers) >= 2
     torch.stack(losses).sum().backward()
     own = own_parameters(model)
-    assert len(own) == 2 * 5
     assert {id(p) for p in handle.indexers.parameters()} == {id(p) for p in own.values()}
     for name, parameter in own.items():
         assert parameter.grad is not None, name
@@ -97,7 +96,7 @@ def test_weights_are_saved_and_loaded_under_the_names_of_the_checkpoint(family, 
     untouched.save_pretrained(tmp_path / "untouched")
     saved, plain = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "untouched"))
     assert saved.keys() == plain.keys()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    loaded = type(model).from_pretrained(tmp_path / "model")
     assert loaded.streamkl.selector == IndexerSelector(5, 2)
     assert torch.equal(loaded(ids).logits, sparse)
     alone = load_file(tmp_path / "indexers" / "indexers.safetensors")
@@ -110,7 +109,7 @@ def test_weights_are_saved_and_loaded_under_the_names_of_the_checkpoint(family, 
 def test_the_layout_of_rope_is_that_of_the_familys_own_code(family, monkeypatch) -> None:
     model, ids = tiny_model(family), tokens(2, TOKENS)
     modeling = importlib.import_module(type(model).__module__)
-    name = {"deepseek_v32": "apply_rotary_pos_emb", "glm_moe_dsa": "apply_rotary_pos_emb_interleave"}[family]
+    name = "apply_rotary_pos_emb" + ("_interleave" if family in ("glm_moe_dsa", "mistral_large4") else "")
     rotate, theirs = getattr(modeling, name), []
 
     def record(q, k, *tables, unsqueeze_dim=1, **options):
@@ -121,7 +120,7 @@ def test_the_layout_of_rope_is_that_of_the_familys_own_code(family, monkeypatch)
 
     monkeypatch.setattr(modeling, name, record)
     model(ids)
-    (their_q, their_k), dim = theirs[0], model.config.qk_rope_head_dim
+    (their_q, their_k), dim = theirs[0], model.config.get_text_config().qk_rope_head_dim
 
     def ours() -> tuple[torch.Tensor, torch.Tensor]:
         """The first layer's index queries and keys."""

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import streamkl.integrations.transformers as skl
 from streamkl import durable
-from streamkl.integrations.transformers import folder as folders
+from streamkl.integrations.saved import folder as folders
 from streamkl.sparse import IndexerSelector
 from streamkl.testing.tiny_models import tiny_model, tokens
 

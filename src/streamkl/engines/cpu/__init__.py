@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from streamkl.engines.cpu import build
-from streamkl.problem import Gradients, Inputs, Problem, Side, Support
+from streamkl.problem import AttentionOutput, Gradients, Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 
 name = "cpu"
@@ -75,7 +75,7 @@ def logsumexp(
 ) -> tuple[Tensor, Tensor]:
     """``(m, ln l)`` of the side's logits, each ``[B, H, Nq]``; ``(-inf, 0)`` where a row sees no key."""
     return _operator("logsumexp", support)(
-        q, k, _weights(side, q, w), *_keys(support), side.scale, side.relu, *_window(support)
+        q, k, _weights(side, q, w), *_keys(support), side.scale, side.relu, *_window(support), support.key_span
     )
 
 
@@ -162,18 +162,57 @@ def attention_topk(
 
 
 def first_wrong_row(topk: Tensor, nk: int) -> int:
-    """The first row of ``topk [B, topk_heads, Nq, K]`` that ``validation.check_topk`` refuses, or -1."""
+    """The first row of ``topk [B, topk_heads, Nq, K]`` that ``value_checks.check_topk`` refuses, or -1."""
     return torch.ops.streamkl_cpu.first_wrong_row(topk, nk)
 
 
 def sparse_attention(
-    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int
-) -> Tensor:
-    """Attention over the selected keys ``indices [B, query_blocks, K]``: ``[B, H, Nq, Dv]``."""
-    return torch.ops.streamkl_cpu.sparse_attention(
-        q, k, v, indices.to(torch.int32).contiguous(), _block_table(support, query_block), query_block, side.scale,
-        *_window(support),
+    support: Support,
+    side: Side,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    query_block: int,
+    for_backward: bool,
+    page_table: Tensor | None = None,
+) -> AttentionOutput:
+    """Attention over the selected keys ``indices [B, query_blocks, K]``, whose keys and values may lie in pages."""
+    selected, table, *rest = _selected(support, side, indices, query_block)
+    if page_table is not None:
+        page_table = page_table.to(torch.int32).contiguous()
+        table[:, 3] = (
+            torch.arange(len(table), device="cpu") * page_table.shape[1] * k.shape[2]
+        )  # k_start, counted over the page table
+    made = torch.ops.streamkl_cpu.sparse_attention(
+        q, k, v, selected, table, *rest, *_window(support), for_backward, page_table
+    )
+    return AttentionOutput(*made)
+
+
+def sparse_attention_backward(
+    support: Support,
+    side: Side,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    query_block: int,
+    output: AttentionOutput,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to ``q``, ``k`` and ``v``, in their dtypes, in one pass."""
+    out, rest, m, ln_l = output
+    dq, dk, dv = torch.ops.streamkl_cpu.sparse_attention_backward(
+        q, k, v, *_selected(support, side, indices, query_block), *_window(support), out, rest,
+        m.contiguous(), ln_l.contiguous(), d_out,
     )  # fmt: skip
+    return dq, dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+
+
+def _selected(support: Support, side: Side, indices: Tensor, query_block: int) -> tuple[Tensor, Tensor, int, float]:
+    """Selected keys, sequences, query block and scale, as sparse attention takes them."""
+    return indices.to(torch.int32).contiguous(), _block_table(support, query_block), query_block, side.scale
 
 
 def _tensors(problem: Problem, inputs: Inputs) -> tuple[Tensor | None, ...]:
@@ -209,5 +248,6 @@ def _window(support: Support) -> tuple[int, int]:
     return -1 if support.left is None else support.left, -1 if support.right is None else support.right
 
 
-def _numbers(problem: Problem) -> tuple[float, float, bool, bool, int, int]:
-    return (problem.a.scale, problem.b.scale, problem.a.relu, problem.b.relu, *_window(problem.support))
+def _numbers(problem: Problem) -> tuple[float, float, bool, bool, int, int, int]:
+    scales, relus = (problem.a.scale, problem.b.scale), (problem.a.relu, problem.b.relu)
+    return (*scales, *relus, *_window(problem.support), problem.support.key_span)

@@ -14,25 +14,25 @@ using at::Tensor;
 
 std::tuple<Tensor, Tensor> logsumexp(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
-    int64_t left, int64_t right);
+    int64_t left, int64_t right, int64_t key_span);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, double a_scale,
-    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a, bool want_b);
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool want_a, bool want_b);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
-    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
 
 // The best keys [B, query_blocks, topk], int32, of each query block. Here and in sparse_attention, table [sequences, 7]
 // also has the first query block of each sequence. An indexer's scale is positive, or its heads have weights [B, J,
@@ -49,33 +49,41 @@ Tensor attention_topk(
 // neither -1 nor a key from 0 to nk - 1; -1 if there is none.
 int64_t first_wrong_row(const Tensor& topk, int64_t nk);
 
-// out [B, H, Nq, Dv] over the selected keys indices [B, query_blocks, K], int32, contiguous.
-Tensor sparse_attention(
+// out [B, H, Nq, Dv] over the selected keys indices [B, query_blocks, K], int32, contiguous; what rounding took from it,
+// for a backward of half dtypes; and the row stats m and ln_l [B, H, Nq]. With a page_table [sequences, n], int32 and
+// contiguous, k and v are [pages, Hkv, page_size, D], and the k_start of a sequence is counted over all of the table.
+std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t query_block,
-    double scale, int64_t left, int64_t right);
+    double scale, int64_t left, int64_t right, bool for_backward, const std::optional<Tensor>& page_table);
+
+// dQ in the dtype of q, dK and dV in floats, from what sparse_attention returned and the gradient of out.
+std::tuple<Tensor, Tensor, Tensor> sparse_attention_backward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t query_block,
+    double scale, int64_t left, int64_t right, const Tensor& out, const Tensor& rest, const Tensor& m, const Tensor& ln_l,
+    const Tensor& d_out);
 
 // The passes over selected keys, topk [B, topk_heads, Nq, K] as in problem.py's Support.
 
 std::tuple<Tensor, Tensor> gathered_logsumexp(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, const Tensor& topk, double scale,
-    bool relu, int64_t left, int64_t right);
+    bool relu, int64_t left, int64_t right, int64_t key_span);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gathered_paired_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, const Tensor& topk,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> gathered_mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+    const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a, bool want_b);
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool want_a, bool want_b);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
-    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right);
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
 
 }  // namespace streamkl::cpu

@@ -1,8 +1,8 @@
 """The Triton engine, for NVIDIA and AMD GPUs; with ``TRITON_INTERPRET=1`` its kernels run on CPU tensors, for tests.
 
 ``kernels/`` holds the kernels, ``plans/`` and ``launch.py`` the host side, ``configs/`` the tables of tile sizes.
-Kernels and plans are divided alike: dense passes, gathered keys, sparse attention. Triton is imported when the engine
-first runs, not before.
+Kernels and plans are divided alike: dense passes, gathered keys, selection and sparse attention. Triton is imported
+when the engine first runs, not before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from streamkl.problem import Gradients, Inputs, Problem, Side, Support
+from streamkl.problem import AttentionOutput, Gradients, Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 
 name = "triton"
@@ -166,19 +166,73 @@ def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> 
     return loss, gradients, torch.where(weight == 0, 1.0, s)
 
 
-def sparse_attention(
-    support: Support, side: Side, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int
+def index_topk(
+    support: Support,
+    side: Side,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    lse: Tensor | None,
+    topk: int,
+    query_block: int,
 ) -> Tensor:
-    """The output ``[B, H, Nq, Dv]`` in the dtype of ``q``, over the selected keys ``indices [B, query_blocks, K]``."""
+    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
+    from streamkl.engines.triton import launch
+    from streamkl.engines.triton.configs import architecture
+    from streamkl.engines.triton.plans import selection
+
+    launches, out = selection.index_topk(
+        support, side, q, k, w, lse, topk, query_block, support.query_block_count(query_block),
+        architecture.of(q.device),
+    )  # fmt: skip
+    launch.run_all(launches, q.device)
+    return out
+
+
+def sparse_attention(
+    support: Support,
+    side: Side,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    query_block: int,
+    for_backward: bool,
+    page_table: Tensor | None = None,
+) -> AttentionOutput:
+    """Output and row stats of attention over the selected keys ``indices [B, query_blocks, K]``."""
     from streamkl.engines.triton import launch
     from streamkl.engines.triton.configs import architecture
     from streamkl.engines.triton.plans import attention
 
     launches, out = attention.sparse_attention(
-        support, side, q, k, v, indices, query_block, architecture.of(q.device)
+        support, side, q, k, v, indices, query_block, for_backward, architecture.of(q.device), page_table
     )  # fmt: skip
     launch.run_all(launches, q.device)
     return out
+
+
+def sparse_attention_backward(
+    support: Support,
+    side: Side,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    query_block: int,
+    output: AttentionOutput,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to ``q``, ``k`` and ``v``, in their dtypes: a pass over queries, and one over keys, without atomics."""
+    from streamkl.engines.triton import launch
+    from streamkl.engines.triton.configs import architecture
+    from streamkl.engines.triton.plans import attention
+
+    launches, gradients = attention.sparse_attention_backward(
+        support, side, q, k, v, indices, query_block, output, d_out, architecture.of(q.device)
+    )  # fmt: skip
+    launch.run_all(launches, q.device)
+    return gradients
 
 
 def _sum_splits(x: Tensor, like: Tensor) -> Tensor:

@@ -27,7 +27,10 @@ UNBOUNDED = 1 << 29
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, its grid (all of it on axis x), its arguments by name, and how it is compiled."""
+    """One kernel, its grid (all of it on axis x), its arguments by name, and how it is compiled.
+
+    ``multiplies`` says that it has products, which tensor cores should compute.
+    """
 
     kernel: Any
     programs: int
@@ -35,6 +38,7 @@ class Launch:
     constants: dict[str, Any] = field(default_factory=dict)
     warps: int = 4
     stages: int = 1
+    multiplies: bool = True
 
     def run(self, device: torch.device) -> None:
         """Runs it on the tensors' device, which need not be the current one."""

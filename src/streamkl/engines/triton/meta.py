@@ -28,7 +28,7 @@ class Config(NamedTuple):
 
 KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
          "mixture_index", "keys_index", "queries_index", "lse_gathered", "paired_gathered", "mixture_gathered",
-         "gradient_gathered", "attention")  # fmt: skip
+         "gradient_gathered", "attention", "attention_queries", "attention_keys", "selection")  # fmt: skip
 """Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
 
 FLOAT32 = {
@@ -83,16 +83,18 @@ class SideMeta(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which bounds the support has, and whether the batch is packed."""
+    """Which bounds the support has, whether the batch is packed, and how many tokens a key stands for."""
 
     left: bool
     right: bool
     packed: bool
+    key_span: int = 1
 
     @classmethod
     def of(cls, support: Support) -> Mask:
         """Reads a support."""
-        return cls(support.left is not None, support.right is not None, support.cu_seqlens_q is not None)
+        bounds = support.left is not None, support.right is not None
+        return cls(*bounds, support.cu_seqlens_q is not None, support.key_span)
 
 
 class Want(NamedTuple):

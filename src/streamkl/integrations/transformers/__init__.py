@@ -15,6 +15,7 @@ from streamkl.integrations.transformers.distiller import AttentionDistiller, Dis
 from streamkl.integrations.transformers.families import (  # noqa: E402
     Family,
     GroupedQuery,
+    OwnIndexers,
     SparseLatent,
     register_family,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Family",
     "GroupedQuery",
     "Indexers",
+    "OwnIndexers",
     "SparseLatent",
     "SparseModel",
     "capture_attention",

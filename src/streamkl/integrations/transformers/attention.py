@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import streamkl
+from streamkl.dense_attention import with_rest
 from streamkl.integrations.transformers.layer import SparseLayer
 from streamkl.integrations.transformers.masks import Mask, streamkl_mask
 from streamkl.integrations.transformers.module_call import ModuleCall
 from streamkl.integrations.transformers.recording import Attended, Recorded, refuse
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
-from streamkl.sparse import sparse_attention
+from streamkl.sparse import AttentionCall, sparse_attention
 
 
 def register() -> None:
@@ -52,19 +55,37 @@ def streamkl_attention(
         ``[B, Nq, H, Dv]``, and ``None`` in place of attention weights.
     """
     layer = _layer(module)
-    rows = query.shape[2]
+    rows, sinks = query.shape[2], None
+    if layer is not None:
+        if layer.family.has_sinks:
+            sinks = kwargs.pop("s_aux", None)
+            if sinks is not None and torch.is_grad_enabled() and (query.requires_grad or sinks.requires_grad):
+                raise ValueError(
+                    f"attention with sinks has no gradients under {layer.implementation} (layer {layer.number}): call "
+                    f"the model under torch.no_grad(), or train it with another attn_implementation"
+                )
+        refuse(module, kwargs, "sparse attention")
     selector = None if layer is None else layer.selector_of(rows)
-    if layer is not None and layer.is_global and (selector is not None or layer.reads or layer.captured):
+    read = selector is not None or sinks is not None or (layer is not None and (layer.reads or layer.captured))
+    call = layout = None
+    if layer is not None and layer.is_global and read:
         carried = _checked(layer, attention_mask, dropout if selector is not None else 0.0, kwargs)
         layout = carried.mask.layout(query.device)
         call = layer.call(carried, query, key, scaling, layout)
+        if sinks is not None:
+            call = _with_sinks(call, sinks)
         if selector is not None:
             selected = indices if layer.selects_itself else selector.select(call)
             assert selected is not None, "a module with an indexer of its own passes its selected keys on"
-            out = sparse_attention(
-                call.q, call.k, layout.all_keys(value), selected, query_block=selector.query_block, scale=scaling,
-                cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
-            )  # fmt: skip
+            options: dict[str, Any] = {
+                "query_block": selector.query_block, "scale": scaling, "cu_seqlens_q": call.cu_seqlens_q,
+                "cu_seqlens_k": call.cu_seqlens_k,
+            }  # fmt: skip
+            if call.rest is None:
+                out = sparse_attention(call.q, call.k, layout.all_keys(value), selected, **options)
+            else:
+                both = sparse_attention(call.q, call.k, layout.all_keys(value), selected, return_lse=True, **options)
+                out = _scaled(*both, call)
             layer.tell(Attended(layer.number, call, selected, selector.query_block, layout.query_at))
             return layout.back(out, query.shape[0], rows), None
         layer.tell(Attended(layer.number, call, tokens=layout.query_at))
@@ -73,7 +94,32 @@ def streamkl_attention(
         if layer is not None and not layer.is_global and layer.captured:
             layer.tell(Recorded(layer.number, query, key, scaling, mask.sequences).attended())
         mask = mask.tensor(query.device)
-    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+    if call is not None and layout is not None and call.rest is not None:
+        packed = layout.queries(out.transpose(1, 2))
+        lse = streamkl.attention_lse(
+            call.q, call.k, scale=call.scale, causal=True, cu_seqlens_q=call.cu_seqlens_q,
+            cu_seqlens_k=call.cu_seqlens_k,
+        )  # fmt: skip
+        out = layout.back(_scaled(packed, lse, call), query.shape[0], rows)
+    return out, None
+
+
+def _with_sinks(call: AttentionCall, sinks: Tensor) -> AttentionCall:
+    """A call with the logits ``[H]`` of sinks, as rows of their own."""
+    packed = call.cu_seqlens_q is not None
+    wide = sinks.detach().to(torch.promote_types(call.q.dtype, torch.float32))
+    tokens = call.q.shape[0 if packed else 2]
+    rest = wide[:, None].expand(-1, tokens)
+    return call._replace(rest=rest if packed else rest.expand(call.q.shape[0], -1, -1))
+
+
+def _scaled(out: Tensor, lse: Tensor, call: AttentionCall) -> Tensor:
+    """Attention with what else its softmax covers, from that to the keys alone and its log-sum-exp."""
+    assert call.rest is not None, "the softmax covers more"
+    packed = call.cu_seqlens_q is not None
+    lse, rest = (lse.mT, call.rest.mT) if packed else (lse, call.rest)
+    return with_rest(out, lse, rest)
 
 
 def _layer(module: nn.Module) -> SparseLayer | None:
@@ -89,7 +135,6 @@ def _layer(module: nn.Module) -> SparseLayer | None:
 
 def _checked(layer: SparseLayer, carried: Any, dropout: float, kwargs: dict[str, Any]) -> ModuleCall:
     """Refuses what sparse attention does not support, and returns the `ModuleCall`."""
-    refuse(layer.module, kwargs, "sparse attention")
     if dropout:
         raise ValueError(f"sparse attention has no dropout: got {dropout}; set attention_dropout to 0, or call eval()")
     if kwargs.get("is_causal") is False:
@@ -98,5 +143,10 @@ def _checked(layer: SparseLayer, carried: Any, dropout: float, kwargs: dict[str,
         shape = list(carried.shape) if isinstance(carried, Tensor) else carried
         raise ValueError(
             f"sparse attention takes padding as a mask of [batch, tokens]: layer {layer.number} got a mask of {shape}"
+        )
+    if carried.mask.sequences.window is not None:
+        raise ValueError(
+            f"layer {layer.number} attends with a window of {carried.mask.sequences.window} keys, and its family takes "
+            f"it for one that sees all keys"
         )
     return carried

@@ -26,8 +26,13 @@ def extended(cache: Any, layer: int, new: Tensor, before: int) -> Tensor:
         ``[B, before + N, D]``.
 
     Raises:
-        ValueError: The layer does not hold an index key for each of its keys.
+        ValueError: The cache has no such layer, or it does not hold an index key for each of its keys.
     """
+    if layer >= len(cache.layers):
+        raise ValueError(
+            f"the cache has no layer {layer}, which attends to the keys of another: its index keys have no place; call "
+            f"the model with use_cache=False"
+        )
     holder = cache.layers[layer]
     if not hasattr(holder, "index_keys"):
         holder.__class__ = _with_index_keys(type(holder))

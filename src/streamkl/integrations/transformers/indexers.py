@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from streamkl.indexer import Indexer
 from streamkl.indexer.base import Activation
+from streamkl.integrations.saved import folder
+from streamkl.integrations.saved.description import check_description, check_model, describe_model
+from streamkl.integrations.saved.selectors import from_json
 from streamkl.integrations.transformers import description as descriptions
-from streamkl.integrations.transformers import folder
 from streamkl.integrations.transformers.families import Family, family_of
-from streamkl.integrations.transformers.selection import from_json
 from streamkl.sparse import Selector
 
 
@@ -98,9 +99,9 @@ def load_indexers(path: str | os.PathLike[str], model: nn.Module) -> tuple[Index
         ValueError: The folder is not whole, or its indexers belong to another model.
     """
     shapes, description = folder.read(path)
-    descriptions.check_description(description, str(Path(path) / folder.DESCRIPTION))
+    check_description(description, str(Path(path) / folder.DESCRIPTION))
     family = family_of(model.config)
-    descriptions.check_model(Path(path), description, model, family)
+    check_model(Path(path), description, describe_model(model.config, descriptions.fingerprint(model, family)))
     indexers = own_indexers(model, family)
     if not indexers:
         of = description["indexer"]
@@ -108,14 +109,7 @@ def load_indexers(path: str | os.PathLike[str], model: nn.Module) -> tuple[Index
             indexers = _make(model, of["head_dim"], of["activation"], of.get("heads", 1), of.get("temperature", False))
     descriptions.check_indexers(Path(path), description, indexers)
     wanted = {_name(model, family, int(layer), name): weight for layer, name, weight in _weights(indexers)}
-    if wanted.keys() != shapes.keys():
-        missing, more = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
-        raise ValueError(f"{path} does not fit the model: it lacks {missing[:3]} and has {more[:3]} besides")
-    for name, weight in wanted.items():
-        if list(weight.shape) != shapes[name]:
-            raise ValueError(
-                f"{path} does not fit the model: {name} must be of shape {list(weight.shape)}, and is of {shapes[name]}"
-            )
+    folder.check_shapes(path, wanted, shapes)
     _fill(indexers, model, family, folder.read_weights(path))
     return indexers, from_json(description["selector"])
 
@@ -158,7 +152,8 @@ def _weights(indexers: Indexers) -> list[tuple[str, str, Tensor]]:
 def _name(model: nn.Module, family: Family, layer: int, weight: str) -> str:
     """The name of a weight in a folder: its name in the checkpoint, if it is there."""
     attention = family.attentions(model)[layer]
-    if getattr(attention, "indexer", None) is None:
+    own = family.own(attention)
+    if own is None:
         return f"layers.{layer}.{weight}"
-    prefix = next(name for name, module in model.named_modules() if module is attention.indexer)
+    prefix = next(name for name, module in model.named_modules() if module is own)
     return f"{prefix}.{weight}"

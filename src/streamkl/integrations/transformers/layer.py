@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from streamkl.indexer import Indexer
 from streamkl.integrations.transformers import index_cache
-from streamkl.integrations.transformers.families import Attention, Family, Inputs
+from streamkl.integrations.transformers.families import Attention, Family
 from streamkl.integrations.transformers.layout import Layout
 from streamkl.integrations.transformers.masks import Mask
 from streamkl.integrations.transformers.module_call import ModuleCall
@@ -93,15 +93,17 @@ class SparseLayer:
 
     def before_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         """A forward pre-hook: adds the `ModuleCall` that the attention function needs."""
-        mask = kwargs.get("attention_mask")
-        if not isinstance(mask, Mask):
+        given = (*args, kwargs.get("attention_mask"))
+        mask = next((each for each in given if isinstance(each, Mask)), None)
+        if mask is None:
             return None
         mask.tell(kwargs.get("cu_seq_lens_q"))
         call = ModuleCall(mask)
         if self.reads and not self.has_own_indexer:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            call.inputs = Inputs(hidden, kwargs["position_embeddings"], cache=kwargs.get("past_key_values"))
-        return args, {**kwargs, "attention_mask": call}
+            # Detached: an indexer learns from its layer's attention, and its loss does not reach the model.
+            call.inputs = self.family.inputs(module, args, kwargs).detached()
+        args = tuple(call if each is mask else each for each in args)
+        return args, {name: call if each is mask else each for name, each in kwargs.items()}
 
     def call(
         self, carried: ModuleCall, query: Tensor, key: Tensor, scale: float | None, layout: Layout

@@ -7,15 +7,13 @@ for models whose config has no ``streamkl``, unless an implementation of StreamK
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
-from streamkl.integrations.transformers import folder
-from streamkl.integrations.transformers.model import attach_loaded, check_settings
+from streamkl.integrations.saved.beside import indexers_beside
+from streamkl.integrations.saved.settings import check_settings
+from streamkl.integrations.transformers.model import attach_loaded
 from streamkl.integrations.transformers.selection import PREFIX
 
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -63,29 +61,11 @@ def attach(
     if settings is not None:
         check_settings(settings, f"'streamkl' in the config of {name_or_path}")
     where = None if settings is None else settings.get("indexers")
-    attach_loaded(model, settings, None if where is None else _indexers(name_or_path, where, options), given)
+    attach_loaded(
+        model, settings, None if where is None else indexers_beside(name_or_path, where, _download(options)), given
+    )
 
 
-def _indexers(name_or_path: Any, where: str, options: dict[str, Any]) -> Path:
-    """The folder of indexers beside a model, from the hub if the model is from there."""
-    download = {name: options[name] for name in DOWNLOAD if name in options}
-    names = (folder.WEIGHTS, folder.DESCRIPTION, folder.MARKER)
-    try:
-        files = [str(cached_file(str(name_or_path), f"{where}/{name}", **download)) for name in names]
-    except OSError as error:
-        raise ValueError(
-            f"the config of {name_or_path} says that its indexers are in {where!r}, and they are not: copy that folder "
-            f"too, or take 'streamkl' out of config.json"
-        ) from error
-    if os.path.isdir(str(name_or_path)):
-        _check_inside(Path(str(name_or_path), str(options.get("subfolder") or "")), files)
-    return Path(files[0]).parent
-
-
-def _check_inside(model: Path, files: list[str]) -> None:
-    """Refuses links that leave a model's folder; files of a hub's cache may be links to its blobs."""
-    root = Path(os.path.realpath(model))
-    inside = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
-    for file in files:
-        if not any(Path(os.path.realpath(file)).is_relative_to(place) for place in inside):
-            raise ValueError(f"{file} is a link that leaves the model's folder: copy what it points to into {model}")
+def _download(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of ``from_pretrained`` that say where files are."""
+    return {name: options[name] for name in DOWNLOAD if name in options}

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from streamkl.integrations.saved.selectors import from_json, to_json
+from streamkl.integrations.saved.settings import FOLDER, as_saved
+from streamkl.integrations.transformers import probe
 from streamkl.integrations.transformers.capture import capture_attention
 from streamkl.integrations.transformers.families import Family, family_of
 from streamkl.integrations.transformers.indexers import Indexers, load_indexers, own_indexers, save_indexers
 from streamkl.integrations.transformers.layer import SparseLayer
 from streamkl.integrations.transformers.recording import Attended
-from streamkl.integrations.transformers.schema import entries, one_of, text
-from streamkl.integrations.transformers.selection import PREFIX, check_selector, from_json, to_json
+from streamkl.integrations.transformers.selection import PREFIX
 from streamkl.sparse import IndexerSelector, OracleSelector, Selector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FOLDER = "streamkl"
-"""The folder of indexers inside of a model's folder."""
 DEFAULT = OracleSelector(topk=2048, query_block=64)
 """The default of ``attn_implementation="streamkl_oracle"`` and others: it has the top-k and the query block."""
 
@@ -151,43 +150,32 @@ def sparsify(
     """
     if selector is not None and not hasattr(selector, "select"):
         raise ValueError(f"selector must be a selector: got {selector!r}; a folder of indexers is given as indexers=")
-    family = family_of(model.config)
-    for number, attention in family.attentions(model).items():
-        family.check(attention, number)
+    family, before = family_of(model.config), getattr(model, "streamkl", None)
+    if family.not_sparse is not None:
+        raise ValueError(f"{family.name} cannot be made sparse: {family.not_sparse}")
+    if before is None:
+        probe.check(model, family)
     saved = None
     if isinstance(indexers, (str, os.PathLike)):
         indexers, saved = load_indexers(indexers, model)
         indexers.to(model.dtype)  # the products of scores then run at the model's speed
     elif indexers is None:
         indexers = own_indexers(model, family)
-    selector = _as_saved(selector or saved or family.selector(model.config), saved)
+    selector = as_saved(selector or saved or family.selector(model.config), saved)
     if selector is None:
         raise ValueError(
             "there is nothing to select keys with: give a selector, such as "
             "streamkl.sparse.OracleSelector(topk=256, query_block=64), or a folder of indexers"
         )
-    _check_indexers(family, selector, indexers)
+    _check_indexers(model, selector, indexers)
     if decode not in ("dense", "sparse", None):
         raise ValueError(f"decode must be 'dense', 'sparse' or None: got {decode!r}")
-    before = getattr(model, "streamkl", None)
     if before is not None:
         before.remove()
     handle = SparseModel(model, family, selector, indexers, decode or family.decode)
     handle.attach()
     model.set_attn_implementation("streamkl_sparse")
     return handle
-
-
-def check_folder(value: Any, place: str) -> None:
-    """Refuses a value that is not the path of a folder inside the model's, on any system."""
-    text(1000)(value, place)
-    parts = PurePosixPath(value).parts
-    if not parts or parts[0] == "/" or ".." in parts or any(character in value for character in "\\:"):
-        raise ValueError(f"{place} must be a folder in the model's: got {value!r}")
-
-
-check_settings = entries({"selector": check_selector, "decode": one_of("dense", "sparse")}, {"indexers": check_folder})
-"""Raises a ``ValueError`` unless ``config.streamkl`` is as `SparseModel.save_pretrained` writes it."""
 
 
 def attach_loaded(
@@ -211,20 +199,13 @@ def attach_loaded(
         model.set_attn_implementation(name)
 
 
-def _as_saved(selector: Selector | None, saved: Selector | None) -> Selector | None:
-    """The selector with the saved ``normalise``, unless it sets its own."""
-    if isinstance(selector, IndexerSelector) and isinstance(saved, IndexerSelector) and selector.normalise is None:
-        return dataclasses.replace(selector, normalise=saved.normalise)
-    return selector
-
-
-def _check_indexers(family: Family, selector: Selector, indexers: Indexers) -> None:
+def _check_indexers(model: Any, selector: Selector, indexers: Indexers) -> None:
     if not isinstance(selector, IndexerSelector):
         return
     if not indexers:
         raise ValueError(
-            f"an IndexerSelector needs indexers, and {family.name} has none of its own: give a folder of them, or "
-            f"new_indexers(model) to train"
+            f"an IndexerSelector needs indexers, and {model.config.model_type} has none of its own: give a folder of "
+            f"them, or new_indexers(model) to train"
         )
     activation = next(iter(indexers.values())).activation
     if activation != selector.activation:

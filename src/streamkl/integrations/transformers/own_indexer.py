@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -41,37 +42,30 @@ class OwnIndexer:
     """The ``forward`` of an indexer that transformers runs without gradients.
 
     Under implementations of transformers it calls that forward. Under those of StreamKL the indexer's tensors keep
-    their graph, the top-k is selected tile by tile, and nothing of size ``[Nq, Nk]`` is allocated.
+    their graph, which ends at the indexer's inputs; the top-k is selected tile by tile, and nothing of size
+    ``[Nq, Nk]`` is allocated.
     """
 
     def __init__(self, layer: IndexedLayer, original: Callable[..., Tensor]) -> None:
         self.layer, self.original = layer, original
+        self._signature = inspect.signature(original)
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        q_resid: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Any,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-    ) -> Tensor:
-        """The selected keys, or under another selector an empty tensor."""
-        layer = self.layer
-        if not isinstance(attention_mask, ModuleCall):
-            return self.original(
-                hidden_states, q_resid, position_embeddings, attention_mask, position_ids,
-                past_key_values=past_key_values,
-            )  # fmt: skip
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The selected keys, or under another selector an empty tensor; takes the arguments of the forward."""
+        layer, given = self.layer, self._signature.bind(*args, **kwargs).arguments
+        carried, cache = given.get("attention_mask"), given.get("past_key_values")
+        if not isinstance(carried, ModuleCall):
+            return self.original(*args, **kwargs)
         assert layer.indexer is not None, "this is the forward of an indexer"
-        index = layer.family.project(layer.indexer, Inputs(hidden_states, position_embeddings, q_resid))
-        if past_key_values is not None:
-            index = index._replace(index_k=past_key_values.update_indexer(index.index_k, layer.number))
+        inputs = Inputs.of_own(given).detached()
+        index = layer.family.project(layer.indexer, inputs)
+        if cache is not None:
+            index = index._replace(index_k=cache.update_indexer(index.index_k, layer.number))
         if layer.reads:
-            attention_mask.index = index
+            carried.index = index
         if not isinstance(layer.active, IndexerSelector):
-            return hidden_states.new_empty(0)
-        layout = attention_mask.mask.layout(hidden_states.device)
+            return inputs.hidden.new_empty(0)
+        layout = carried.mask.layout(inputs.hidden.device)
         index = layout.index_tensors(index)
         # The attention's own q and k do not exist yet, and an indexer does not read them.
         stand_in = AttentionCall(

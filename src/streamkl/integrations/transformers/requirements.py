@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
+from streamkl.extras import how_to_install
+
 MINIMUM = {"transformers": (5, 20), "torch": (2, 6)}
 """The oldest versions that are tested."""
 
@@ -16,6 +18,6 @@ def check_requirements() -> None:
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            raise ImportError(f"{name} is not installed: pip install 'streamkl[hf]'") from None
+            raise ImportError(f"{name} is not installed: {how_to_install('hf')}") from None
         if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < minimum:
             raise ImportError(f"{name} {wanted} or later is needed, and {found} is installed: pip install -U {name}")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from streamkl import attention_kl, attention_lse, indexer_kl, validation
+from streamkl import attention_kl, attention_lse, indexer_kl, value_checks
 from streamkl.engines import cpu
 from streamkl.testing import STUDENT, TEACHER, Case, Heads, check_accuracy, evaluate, make_case, make_indexer_case
 from streamkl.testing.indexer_cases import IndexerHeads
@@ -107,22 +107,22 @@ def broken_topk(seed: int, nk: int) -> torch.Tensor:
 def test_wrong_indices_are_those_of_the_check_in_pytorch(seed: int, threads, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.unsupported(torch.device("cpu")) is None  # this loads the library
     threads(3)
-    monkeypatch.setattr(validation, "TOPK_CHUNK", 64)
+    monkeypatch.setattr(value_checks, "TOPK_CHUNK", 64)
     nk = 1 + seed * 13 % 200
     topk = broken_topk(seed, nk)
     messages = []
     for first_wrong_row in (None, cpu.first_wrong_row):
         try:
-            validation.check_topk(topk, nk, first_wrong_row=first_wrong_row)
+            value_checks.check_topk(topk, nk, first_wrong_row=first_wrong_row)
         except ValueError as error:
             messages.append(str(error))
-    assert cpu.first_wrong_row(topk, nk) == validation._first_wrong_row(topk, nk)
+    assert cpu.first_wrong_row(topk, nk) == value_checks._first_wrong_row(topk, nk)
     assert len(messages) == 2 * (cpu.first_wrong_row(topk, nk) >= 0)
     assert len(set(messages)) <= 1
 
 
 def test_this_engine_checks_topk_indices_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "_first_wrong_row", None)
+    monkeypatch.setattr(value_checks, "_first_wrong_row", None)
     case = long_case("indexer", torch.float32)
     run(case)
     case.options["topk_indices"] = case.options["topk_indices"].clone()

@@ -21,8 +21,8 @@ STREAMKL_INLINE void clear_outside(float* dx, const Span& span, const Part& part
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a, bool want_b) {
-  const Window window{left, right};
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool want_a, bool want_b) {
+  const Window window{left, right, key_span};
   const int64_t heads = Student::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const Student like(b_q, b_k, b_w, b_scale, b_relu);
   const bool quick = fast(a_q, b_q, a_scale, like.scale()), paired = group == 1 && !b_w;
@@ -94,8 +94,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
-    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
-  const Window window{left, right};
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span) {
+  const Window window{left, right, key_span};
   const int64_t heads = Student::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const Student like(b_q, b_k, b_w, b_scale, b_relu);
   const bool quick = fast(a_q, b_q, a_scale, like.scale());

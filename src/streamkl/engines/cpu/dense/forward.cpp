@@ -8,8 +8,8 @@ namespace streamkl::cpu {
 
 std::tuple<Tensor, Tensor> logsumexp(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
-    int64_t left, int64_t right) {
-  const Window window{left, right};
+    int64_t left, int64_t right, int64_t key_span) {
+  const Window window{left, right, key_span};
   const int64_t heads = Student::distributions(q, weights);
   const Student like(q, k, weights, scale, relu);
   const bool quick = fast(q, q, like.scale(), like.scale());
@@ -38,8 +38,8 @@ std::tuple<Tensor, Tensor> logsumexp(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, double a_scale,
-    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
-  const Window window{left, right};
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span) {
+  const Window window{left, right, key_span};
   const int64_t heads = b_q.size(1);
   const bool quick = fast(a_q, b_q, a_scale, b_scale);
   const PairedRows out(b_q, heads, precision_of(quick), a_scale, b_scale);
@@ -72,8 +72,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
-  const Window window{left, right};
+    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span) {
+  const Window window{left, right, key_span};
   const int64_t heads = Student::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const Student like(b_q, b_k, b_w, b_scale, b_relu);
   const bool quick = fast(a_q, b_q, a_scale, like.scale());

@@ -2,10 +2,9 @@
 #pragma once
 
 #include "passes/key_owners.h"
+#include "passes/owner_queues.h"
 
 #include <atomic>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 namespace streamkl::cpu {
@@ -17,80 +16,59 @@ namespace streamkl::cpu {
 // because they see the most keys under a causal mask.
 class Turns {
  public:
-  explicit Turns(const std::vector<KeyOwner>& owners) : owners_(owners), queues_(owners.size()) {
+  explicit Turns(const std::vector<KeyOwner>& owners) : owners_(owners), queues_(task_counts(owners)) {
     int64_t tiles = 0;
-    for (size_t o = 0; o < owners.size(); o++) {
-      queues_[o].tiles = tiles;
-      queues_[o].tasks = static_cast<int64_t>(owners[o].blocks->size()) * heads(o);
-      tiles += tile_of(owners[o].blocks->back().j1 - 1) + 1;
-      tasks_ += queues_[o].tasks;
+    for (const auto& owner : owners) {
+      tiles_.push_back(tiles);
+      tiles += tile_of(owner.blocks->back().j1 - 1) + 1;
     }
     turn_ = std::vector<std::atomic<int64_t>>(tiles);
     // The tasks that see a tile are consecutive, so it is enough to store the first of them.
     for (size_t o = 0; o < owners.size(); o++)
-      for (int64_t task = queues_[o].tasks - heads(o); task >= 0; task -= heads(o)) {
+      for (int64_t task = task_count(owners[o]) - heads(o); task >= 0; task -= heads(o)) {
         const Block& block = block_of(o, task);
-        for (int64_t tile = tile_of(block.j0); tile <= tile_of(block.j1 - 1); tile++) turn_[queues_[o].tiles + tile] = task;
+        for (int64_t tile = tile_of(block.j0); tile <= tile_of(block.j1 - 1); tile++) turn_[tiles_[o] + tile] = task;
       }
   }
 
   // A task that a thread has taken.
-  struct Task {
+  struct Task : OwnedTask {
     Turns& turns;
-    int64_t owner = -1, number = 0;
+    explicit Task(Turns& turns) : turns(turns) {}
     const Block& block() const { return turns.block_of(owner, number); }
     int64_t head() const { return turns.owners_[owner].first + number % turns.heads(owner); }
 
     // Runs work, which adds to the keys of a tile, when it is the task's turn.
     template <typename Work>
     void add(const KeyTile& tile, const Work& work) const {
-      auto& turn = turns.turn_[turns.queues_[owner].tiles + tile_of(tile.j0)];
-      for (int64_t waited = 0; turn.load(std::memory_order_acquire) != number; waited++) {
-        TORCH_CHECK(!turns.abandoned_.load(std::memory_order_relaxed), "streamkl cpu engine: another thread failed");
-        waited < kSpins ? _mm_pause() : std::this_thread::yield();
-      }
+      auto& turn = turns.turn_[turns.tiles_[owner] + tile_of(tile.j0)];
+      wait_until(turns.abandoned_, [&] { return turn.load(std::memory_order_acquire) == number; });
       work();
       turn.store(number + 1, std::memory_order_release);
     }
   };
 
-  // Gives a thread the next task of its key owner, or of the one with the fewest threads; false if none is left.
-  bool take(Task& task) {
-    const std::lock_guard lock(mutex_);
-    const auto left = [](const Queue& queue) { return queue.taken < queue.tasks; };
-    if (task.owner < 0 || !left(queues_[task.owner])) {
-      if (task.owner >= 0) queues_[task.owner].threads--;
-      task.owner = -1;
-      for (size_t o = 0; o < queues_.size(); o++)
-        if (left(queues_[o]) && (task.owner < 0 || queues_[o].threads < queues_[task.owner].threads)) task.owner = o;
-      if (task.owner < 0) return false;
-      queues_[task.owner].threads++;
-    }
-    task.number = queues_[task.owner].taken++;
-    return true;
-  }
-
-  int64_t tasks() const { return tasks_; }
+  bool take(Task& task) { return queues_.take(task); }
+  int64_t tasks() const { return queues_.tasks(); }
   // Stops all waiting, after a task has failed.
   void abandon() { abandoned_ = true; }
 
  private:
-  static constexpr int64_t kSpins = 1 << 10;  // before the thread yields its core
-
-  struct Queue {
-    int64_t tiles = 0, tasks = 0, taken = 0, threads = 0;
-  };
-
   static int64_t tile_of(int64_t key) { return key / kBlockK; }
+  static int64_t task_count(const KeyOwner& owner) { return static_cast<int64_t>(owner.blocks->size()) * (owner.last - owner.first); }
+  static std::vector<int64_t> task_counts(const std::vector<KeyOwner>& owners) {
+    std::vector<int64_t> counts;
+    for (const auto& owner : owners) counts.push_back(task_count(owner));
+    return counts;
+  }
   int64_t heads(int64_t o) const { return owners_[o].last - owners_[o].first; }
   const Block& block_of(int64_t o, int64_t task) const { return (*owners_[o].blocks)[owners_[o].blocks->size() - 1 - task / heads(o)]; }
 
   const std::vector<KeyOwner>& owners_;
-  std::vector<Queue> queues_;
+  OwnerQueues queues_;
+  std::vector<int64_t> tiles_;  // the first tile of each owner
   std::vector<std::atomic<int64_t>> turn_;  // the task that may add to a tile of an owner's keys
   std::atomic<bool> abandoned_{false};
-  std::mutex mutex_;
-  int64_t tasks_ = 0;
 };
 
 // Visits the tiles of a block, cut at the same keys for all blocks of a sequence.
@@ -110,7 +88,7 @@ void each_turn(const std::vector<KeyOwner>& owners, bool fast, const Make& make)
     const FlushDenormals flush(fast);
     try {
       auto pass = make();
-      for (Turns::Task task{turns}; turns.take(task);) pass(task.block(), task.head(), task);
+      for (Turns::Task task(turns); turns.take(task);) pass(task.block(), task.head(), task);
     } catch (...) {
       turns.abandon();
       throw;

@@ -27,8 +27,8 @@ struct MixturePass {
 MixturePass mixture_pass(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& topk_, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool floats) {
-  const Window window{left, right};
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool floats) {
+  const Window window{left, right, key_span};
   const TopkIndices topk(topk_);
   const int64_t heads = GatheredStudent::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const GatheredStudent like(b_q, b_k, b_w, b_scale, b_relu);
@@ -73,15 +73,15 @@ MixturePass mixture_pass(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& topk_, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean,
-    const Tensor& row_grad, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, bool want_a,
+    const Tensor& row_grad, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool want_a,
     bool want_b) {
   const Tensor none = at::empty({0}, m_b.options());
   if (b_w || a_q.size(1) != b_q.size(1)) {
     auto made = mixture_pass(
-        a_q, a_k, b_q, b_k, b_w, table, topk_, m_a, ln_l_a, m_b, ln_l_b, row_grad, a_scale, b_scale, a_relu, b_relu, left, right, false);
+        a_q, a_k, b_q, b_k, b_w, table, topk_, m_a, ln_l_a, m_b, ln_l_b, row_grad, a_scale, b_scale, a_relu, b_relu, left, right, key_span, false);
     return {none, none, made.grad_b.q, made.grad_b.dk(), made.d_w};
   }
-  const Window window{left, right};
+  const Window window{left, right, key_span};
   const TopkIndices topk(topk_);
   const int64_t heads = b_q.size(1), owned = std::lcm(heads / a_k.size(1), heads / b_k.size(1));
   const int64_t together = std::gcd(owned, topk.heads_per_topk_head(heads));
@@ -140,9 +140,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_backward(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span) {
   auto made = mixture_pass(
-      a_q, a_k, b_q, b_k, b_w, table, topk, m_a, ln_l_a, m_b, ln_l_b, weights, a_scale, b_scale, a_relu, b_relu, left, right, true);
+      a_q, a_k, b_q, b_k, b_w, table, topk, m_a, ln_l_a, m_b, ln_l_b, weights, a_scale, b_scale, a_relu, b_relu, left, right, key_span, true);
   return {weighted_sum(weights, made.kl), made.grad_b.q, made.grad_b.dk(), made.d_w, made.mass};
 }
 

@@ -10,8 +10,8 @@ namespace streamkl::cpu {
 
 std::tuple<Tensor, Tensor> gathered_logsumexp(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, const Tensor& topk_, double scale,
-    bool relu, int64_t left, int64_t right) {
-  const Window window{left, right};
+    bool relu, int64_t left, int64_t right, int64_t key_span) {
+  const Window window{left, right, key_span};
   const TopkIndices topk(topk_);
   const int64_t heads = GatheredStudent::distributions(q, weights);
   const GatheredStudent like(q, k, weights, scale, relu);
@@ -45,8 +45,8 @@ std::tuple<Tensor, Tensor> gathered_logsumexp(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gathered_paired_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const Tensor& table, const Tensor& topk_,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right) {
-  const Window window{left, right};
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span) {
+  const Window window{left, right, key_span};
   const TopkIndices topk(topk_);
   const int64_t heads = b_q.size(1);
   const bool quick = fast(a_q, b_q, a_scale, b_scale);
@@ -83,8 +83,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gathered_paired_rows(
 std::tuple<Tensor, Tensor, Tensor, Tensor> gathered_mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& topk_, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu,
-    int64_t left, int64_t right) {
-  const Window window{left, right};
+    int64_t left, int64_t right, int64_t key_span) {
+  const Window window{left, right, key_span};
   const TopkIndices topk(topk_);
   const int64_t heads = GatheredStudent::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const GatheredStudent like(b_q, b_k, b_w, b_scale, b_relu);

@@ -32,7 +32,7 @@ struct Block {
 inline std::vector<Block> blocks_of(const Sequence& seq, const Window& window, int64_t rows) {
   std::vector<Block> blocks;
   if (seq.k_len == 0) return blocks;
-  const int64_t first = window.right < 0 ? 0 : std::max<int64_t>(0, -seq.diagonal - window.right);
+  const int64_t first = window.right < 0 ? 0 : std::max<int64_t>(0, window.key_span - 1 - seq.diagonal - window.right);
   const int64_t last = window.left < 0 ? seq.q_len : std::min(seq.q_len, seq.k_len - seq.diagonal + window.left);
   for (int64_t i0 = first; i0 < last; i0 += rows) {
     const int64_t i1 = std::min(i0 + rows, last);

@@ -1,6 +1,7 @@
 // Attention over the selected keys of query blocks and unions: keys are gathered once per block and key head, with an
 // online softmax over tiles.
 #include "kernels.h"
+#include "passes/outputs.h"
 #include "sparse/gather.h"
 #include "sparse/key_union.h"
 
@@ -104,9 +105,11 @@ class Attention {
   static constexpr bool kVnni = !std::is_same_v<P, float>;
 
  public:
-  Attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, double scale, const Window& window)
-      : q_(q.const_data_ptr<T>()), out_(out.data_ptr<T>()), q_strides_(q), heads_(q.size(1)), nq_(q.size(2)),
-        group_(q.size(1) / k.size(1)), k_(k), v_(v), softmax_(scale), window_(window),
+  Attention(
+      const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& page_table, const Tensor& out, const Tensor& rest,
+      const LogSumExpRows& stats, double scale, const Window& window)
+      : q_(q.const_data_ptr<T>()), out_(out.data_ptr<T>()), rest_(rest.numel() > 0 ? rest.data_ptr<T>() : nullptr), stats_(stats), q_strides_(q), heads_(q.size(1)), nq_(q.size(2)),
+        group_(q.size(1) / k.size(1)), k_(k, page_table), v_(v, page_table), softmax_(scale), window_(window),
         k_tile_(k_.width * kTileStride), v_tile_(kTile * (v_.width + kLanes)), x_(kRows * kTile) {}
 
   void attend(const UnionRows& union_rows, int64_t kv) {
@@ -218,15 +221,29 @@ class Attention {
   void write(const QueryBlock& block, int64_t kv, const float* y) {
     for (int64_t n = 0; n < group_; n++)
       for (int64_t i = 0; i < block.rows; i++, y += v_.width) {
-        T* to = out_ + ((block.seq.batch * nq_ + block.first_row() + i) * heads_ + kv * group_ + n) * v_.dim;
+        const int64_t at = ((block.seq.batch * nq_ + block.first_row() + i) * heads_ + kv * group_ + n) * v_.dim;
+        T* to = out_ + at;
         const bool dead = seen_[i].first >= seen_[i].last;
-        const float l = l_[n * block.rows + i];
+        const float m = m_[n * block.rows + i], l = l_[n * block.rows + i];
         for (int64_t c = 0; c < v_.dim; c++) to[c] = static_cast<T>(dead ? 0.0f : y[c] / l);
+        if (rest_ != nullptr)
+          for (int64_t c = 0; c < v_.dim; c++) rest_[at + c] = static_cast<T>(dead ? 0.0f : y[c] / l - static_cast<float>(to[c]));
+        if (!dead) write_stats((block.seq.batch * heads_ + kv * group_ + n) * nq_ + block.first_row() + i, m, l);
       }
+  }
+
+  // Row max and ln of the row sum, in logits: what the one loses by rounding the other one has.
+  void write_stats(int64_t row, float m, float l) {
+    const double natural = m * (precision == Precision::kFast ? 0.693147180559945309 : 1.0);
+    const auto rounded = static_cast<float>(natural);
+    stats_.m.template data_ptr<float>()[row] = m == -kInf ? NAN : rounded;
+    stats_.ln_l.template data_ptr<float>()[row] = m == -kInf ? std::log(l) : static_cast<float>(std::log(l) + (natural - rounded));
   }
 
   const T* const q_;
   T* const out_;
+  T* const rest_;
+  const LogSumExpRows stats_;
   const Strides q_strides_;
   const int64_t heads_, nq_, group_;
   Gathered<T, P> k_, v_;
@@ -240,13 +257,13 @@ class Attention {
 
 template <typename T, typename P>
 void run(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::vector<UnionRows>& rows, double scale,
-    const Window& window) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& page_table, const Tensor& out, const Tensor& rest,
+    const LogSumExpRows& stats, const std::vector<UnionRows>& rows, double scale, const Window& window) {
   constexpr auto precision = std::is_same_v<T, float> ? Precision::kExact : Precision::kFast;
   const int64_t count = rows.size();
   on_all_threads(count * k.size(1), [&](const auto& next) {
     const FlushDenormals flush(precision == Precision::kFast);
-    Attention<T, P, precision> attention(q, k, v, out, scale, window);
+    Attention<T, P, precision> attention(q, k, v, page_table, out, rest, stats, scale, window);
     // One key head at a time, so that its keys and values stay in the caches; the rows with the most keys first.
     for (int64_t task; (task = next()) >= 0;) {
       const int64_t n = count - 1 - task % count;
@@ -257,28 +274,31 @@ void run(
 
 }  // namespace
 
-Tensor sparse_attention(
+std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t query_block,
-    double scale, int64_t left, int64_t right) {
+    double scale, int64_t left, int64_t right, bool for_backward, const std::optional<Tensor>& page_table) {
   const Window window{left, right};
   const auto query_blocks = query_blocks_of(table, query_block);
-  const SortedTopk topk(indices, query_blocks, window, k.size(2));
-  const auto rows = union_rows_of(query_blocks, topk, window, query_block, q.size(1) / k.size(1), v);
+  const SortedTopk topk(indices, query_blocks, window, page_table ? page_table->size(1) * k.size(2) : k.size(2));
+  const auto rows = union_rows_of(query_blocks, topk, window, query_block, q.size(1) / k.size(1), v, page_table.has_value());
   int64_t covered = 0;
   for (const auto& block : query_blocks) covered += block.rows;
   // Rows past the last packed sequence are 0.
   const bool all = covered == q.size(0) * q.size(2);
   const std::vector<int64_t> shape{q.size(0), q.size(2), q.size(1), v.size(3)};
-  const auto out = all ? at::empty(shape, q.options()) : at::zeros(shape, q.options());
+  const auto make = [&] { return all ? at::empty(shape, q.options()) : at::zeros(shape, q.options()); };
+  const bool rounds = for_backward && q.scalar_type() != at::kFloat;
+  const auto out = make(), rest = rounds ? make() : at::empty({0}, q.options());
+  const LogSumExpRows stats(q, q.size(1), Precision::kExact, scale);
   switch (q.scalar_type()) {
     case at::kBFloat16:
-      if (native(at::kBFloat16)) run<at::BFloat16, at::BFloat16>(q, k, v, out, rows, scale, window);
-      else run<at::BFloat16, float>(q, k, v, out, rows, scale, window);
+      if (native(at::kBFloat16)) run<at::BFloat16, at::BFloat16>(q, k, v, page_table, out, rest, stats, rows, scale, window);
+      else run<at::BFloat16, float>(q, k, v, page_table, out, rest, stats, rows, scale, window);
       break;
-    case at::kHalf: run<at::Half, float>(q, k, v, out, rows, scale, window); break;
-    default: run<float, float>(q, k, v, out, rows, scale, window);
+    case at::kHalf: run<at::Half, float>(q, k, v, page_table, out, rest, stats, rows, scale, window); break;
+    default: run<float, float>(q, k, v, page_table, out, rest, stats, rows, scale, window);
   }
-  return out.transpose(1, 2);
+  return {out.transpose(1, 2), rounds ? rest.transpose(1, 2) : rest, stats.m, stats.ln_l};
 }
 
 }  // namespace streamkl::cpu

@@ -3,6 +3,8 @@
 
 #include "tile/tile.h"
 
+#include <optional>
+
 namespace streamkl::cpu {
 
 // T is the tensor's dtype, P what products are made of, as in tile.cpp.
@@ -12,17 +14,26 @@ class Gathered {
   static constexpr bool kVnni = !std::is_same_v<P, float>;
   static constexpr int64_t kPair = kVnni ? 2 : 1;
 
-  explicit Gathered(const at::Tensor& x)
-      : dim(x.size(3)), width(round_up(dim, kLanes * kPair)), data_(x.const_data_ptr<T>()), strides_(x),
+  // x [B, Hkv, Nk, D]; with a page table, int32 and contiguous, [pages, Hkv, page_size, D].
+  Gathered(const at::Tensor& x, const std::optional<at::Tensor>& page_table)
+      : dim(x.size(3)), width(round_up(dim, kLanes * kPair)), data_(x.const_data_ptr<T>()),
+        pages_(page_table ? page_table->const_data_ptr<int32_t>() : nullptr), page_size_(x.size(2)), strides_(x),
         direct_(std::is_same_v<T, P> && strides_.dim == 1 && dim == width), zeros_(width), staged_(kLanes * width) {
     std::fill_n(zeros_.data(), width, P(0.0f));
   }
 
+  // Tokens are counted from first_token, in pages over all of the page table.
   void take_head(int64_t batch, int64_t head, int64_t first_token) {
-    from_ = data_ + batch * strides_.batch + head * strides_.head + first_token * strides_.token;
+    from_ = data_ + head * strides_.head;
+    if (pages_ == nullptr) from_ += batch * strides_.batch + first_token * strides_.token;
+    else first_token_ = first_token;
   }
 
-  void fetch_token(int64_t token) const { fetch(from_ + token * strides_.token, dim * sizeof(T)); }
+  void fetch_token(int64_t token) const {
+    if (strides_.dim == 1) return fetch(address(token), dim * sizeof(T));
+    const T* from = address(token);
+    for (int64_t c = 0; c < dim; c++) __builtin_prefetch(from + c * strides_.dim, 0, 2);
+  }
 
   // to[word of the width, j] of the tokens, `stride` words apart; zeros from count up to padded, a multiple of kLanes.
   void columns(const int32_t* tokens, int64_t count, int64_t padded, P* to, int64_t stride) {
@@ -50,9 +61,15 @@ class Gathered {
   const int64_t dim, width;
 
  private:
+  const T* address(int64_t token) const {
+    if (pages_ == nullptr) return from_ + token * strides_.token;
+    const int64_t place = first_token_ + token;
+    return from_ + pages_[place / page_size_] * strides_.batch + place % page_size_ * strides_.token;
+  }
+
   const P* row(const int32_t* tokens, int64_t j, int64_t count, int64_t place) {
     if (j >= count) return zeros_.data();
-    const T* from = from_ + tokens[j] * strides_.token;
+    const T* from = address(tokens[j]);
     if constexpr (std::is_same_v<T, P>) {
       if (direct_) return from;
     }
@@ -62,9 +79,12 @@ class Gathered {
   }
 
   const T* const data_;
+  const int32_t* const pages_;
+  const int64_t page_size_;
   const Strides strides_;
   const bool direct_;
   const T* from_ = nullptr;
+  int64_t first_token_ = 0;
   Buffer<P> zeros_, staged_;
 };
 

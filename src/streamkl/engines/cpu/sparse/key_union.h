@@ -93,12 +93,13 @@ class KeyUnion {
 };
 
 // All query blocks, merged where that is cheaper and leaves enough work for each thread. All values are checked for
-// finiteness, so there is no union where fewer keys are selected than exist.
+// finiteness, so there is no union where fewer keys are selected than exist, nor of keys in pages.
 inline std::vector<UnionRows> union_rows_of(
-    const std::vector<QueryBlock>& blocks, const SortedTopk& topk, const Window& window, int64_t query_block, int64_t group, const Tensor& v) {
+    const std::vector<QueryBlock>& blocks, const SortedTopk& topk, const Window& window, int64_t query_block, int64_t group, const Tensor& v,
+    bool paged) {
   int64_t most = std::min(kUnionRows, kUnionProducts / group) / query_block;
   most = std::min<int64_t>(most, blocks.size() * v.size(1) / (2 * at::get_num_threads()));
-  if (topk.places() < v.size(0) * v.size(2)) most = 1;
+  if (paged || topk.places() < v.size(0) * v.size(2)) most = 1;
   std::vector<std::pair<int64_t, int64_t>> runs;  // of query blocks of one sequence
   for (int64_t n = 0; n < static_cast<int64_t>(blocks.size()); n++) {
     const bool follows = n > 0 && blocks[n].i0 > 0 && runs.back().second - runs.back().first < most;

@@ -14,12 +14,14 @@ struct Span {
   Ints first, last;
 };
 
-// The run of keys that a causal mask and a window leave to a row.
+// The run of keys that a causal mask and a window leave to a row, which lies on key i, or, where a key stands for several
+// tokens, on token i.
 struct Window {
   int64_t left, right;  // -1 is unbounded
+  int64_t key_span = 1;
 
   int64_t first(int64_t i) const { return left < 0 ? std::numeric_limits<int64_t>::min() : i - left; }
-  int64_t last(int64_t i) const { return right < 0 ? std::numeric_limits<int64_t>::max() : i + right + 1; }
+  int64_t last(int64_t i) const { return right < 0 ? std::numeric_limits<int64_t>::max() : whole_keys(i + right + 1); }
 
   // The span of the rows i ... i + 15, counted from the diagonal, among the keys [j0, j1), relative to origin.
   Span span(int64_t i, int64_t j0, int64_t j1, int64_t origin) const {
@@ -33,6 +35,10 @@ struct Window {
     span.full_end = std::max(span.full_end, span.full_begin);
     return span;
   }
+
+ private:
+  // How many keys have all their tokens among the first ones, or 0 or less.
+  int64_t whole_keys(int64_t tokens) const { return key_span == 1 ? tokens : tokens < 0 ? 0 : tokens / key_span; }
 };
 
 // The same span with some rows left out.

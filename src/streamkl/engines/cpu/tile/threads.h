@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <thread>
+
+#include <xmmintrin.h>
 
 namespace streamkl::cpu {
 
@@ -34,6 +37,16 @@ void on_all_threads(int64_t tasks, const Work& work) {
       return task < tasks ? task : -1;
     });
   });
+}
+
+// Waits until reached() is true, for what another thread does; raises once the work is abandoned.
+template <typename Reached>
+void wait_until(const std::atomic<bool>& abandoned, const Reached& reached) {
+  constexpr int64_t spins = 1 << 10;  // before the thread yields its core
+  for (int64_t waited = 0; !reached(); waited++) {
+    TORCH_CHECK(!abandoned.load(std::memory_order_relaxed), "streamkl cpu engine: another thread failed");
+    waited < spins ? _mm_pause() : std::this_thread::yield();
+  }
 }
 
 }  // namespace streamkl::cpu

@@ -19,13 +19,17 @@ class TypedDenseSide final : public DenseSide {
         pack_(dim), q_(q.const_data_ptr<T>()), k_(k.const_data_ptr<T>()), q_strides_(q), k_strides_(k),
         inner_(pack_.inner), width_(pack_.width) {}
 
-  void take_rows(int64_t slot, int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient) override {
+  void take_rows(int64_t slot, int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient, int64_t heads) override {
     if (slot >= static_cast<int64_t>(slots_.size())) slots_.resize(slot + 1);
-    rows_ = rows;
-    const int64_t padded = round_up(rows, kLanes);
+    rows_ = rows * heads;
+    rows_of_head_ = rows;
+    const int64_t padded = round_up(rows_, kLanes);
     P* staged = staged_.reserve(padded * width_);
     const T* from = q_ + batch * q_strides_.batch + head * q_strides_.head + row * q_strides_.token;
-    pack_.copy(from, q_strides_.token, q_strides_.dim, rows, padded, staged);
+    for (int64_t n = 0; n < heads; n++)
+      pack_.copy(
+          from + n * q_strides_.head, q_strides_.token, q_strides_.dim, rows, n + 1 < heads ? rows : padded - n * rows,
+          staged + n * rows * width_);
     // Words of the width in columns: [width words, rows].
     q_stride_ = padded + kLanes;
     P* columns = slots_[slot].columns.reserve(width_ * q_stride_);
@@ -52,28 +56,21 @@ class TypedDenseSide final : public DenseSide {
       rows_of_k_ = k_rows_.data();
       k_stride_ = width_;
     }
-    if (!for_gradient) return;
-    P* columns = k_columns_.reserve(width_ * kBlockK);
-    if constexpr (kVnni) {
-      P* words = staged_.reserve(width_ * kBlockK);
-      pack_.transpose(rows_of_k_, k_stride_, padded, words, kBlockK);
-      for (int64_t c = 0; c < width_; c += 2) {
-        const Bits* from_pair = reinterpret_cast<const Bits*>(words + c * kBlockK);
-        Bits* even = reinterpret_cast<Bits*>(columns + c * kBlockK);
-        for (int64_t j = 0; j < padded; j += kLanes) {
-          const Words pair = load<Words>(from_pair + 2 * j);
-          store(even + j, Pack::finite(__builtin_convertvector(pair & 0xffffu, Shorts)));
-          store(even + kBlockK + j, Pack::finite(__builtin_convertvector(pair >> 16, Shorts)));
-        }
-      }
-    } else {
-      pack_.transpose(rows_of_k_, k_stride_, padded, columns, kBlockK);
-      for (int64_t c = 0; c < width_; c++)
-        for (int64_t j = 0; j < padded; j += kLanes) {
-          float* at = columns + c * kBlockK + j;
-          store(at, Pack::finite(load<Words>(at)));
-        }
-    }
+    if (for_gradient) take_columns(padded);
+  }
+
+  void take_selected(
+      int64_t batch, int64_t kv_head, int64_t first, const int32_t* keys, int64_t count, int64_t padded, int64_t ahead,
+      bool for_gradient) override {
+    keys_ = padded;
+    const T* from = k_ + batch * k_strides_.batch + kv_head * k_strides_.head + first * k_strides_.token;
+    P* rows = k_rows_.reserve(kBlockK * width_);
+    for (int64_t j = 0; j < count; j++) pack_.copy_row(from + keys[j] * k_strides_.token, k_strides_.dim, rows + j * width_);
+    std::fill_n(rows + count * width_, (padded - count) * width_, P(0.0f));
+    for (int64_t j = count; j < count + ahead; j++) fetch(from + keys[j] * k_strides_.token, dim * sizeof(T));
+    rows_of_k_ = rows;
+    k_stride_ = width_;
+    if (for_gradient) take_columns(padded);
   }
 
   void product(int64_t slot, const Part& part, float* x) override {
@@ -119,6 +116,14 @@ class TypedDenseSide final : public DenseSide {
   }
 
   void add_gradient(int64_t slot, float* dk) override {
+    add_key_gradient(slot, dk);
+    const int64_t rows = round_up(rows_, kLanes), keys = round_up(keys_, kLanes);
+    const P* right = kVnni ? dx_pairs_.data() : dx_rows_.data();
+    at::native::cpublas::brgemm(
+        padded_dim, rows, keys, kBlockK, kStride, kBlockQ, true, k_columns_.data(), right, slots_[slot].dq.data(), kVnni);
+  }
+
+  void add_key_gradient(int64_t slot, float* dk) override {
     const int64_t rows = round_up(rows_, kLanes), keys = round_up(keys_, kLanes);
     const bool whole = keys == keys_;
     float* sums = whole ? dk : dk_.reserve(kBlockK * padded_dim);
@@ -126,29 +131,53 @@ class TypedDenseSide final : public DenseSide {
         keys, padded_dim, rows, kStride, pack_.pairs_stride(), padded_dim, whole, dx_rows_.data(), slots_[slot].pairs.data(), sums, kVnni);
     if (!whole)
       for (int64_t c = 0; c < keys_ * padded_dim; c++) dk[c] += sums[c];
-    const P* right = kVnni ? dx_pairs_.data() : dx_rows_.data();
-    at::native::cpublas::brgemm(
-        padded_dim, rows, keys, kBlockK, kStride, kBlockQ, true, k_columns_.data(), right, slots_[slot].dq.data(), kVnni);
   }
 
-  void end_gradient(int64_t slot, void* dq, bool as_floats) override {
+  void end_gradient(int64_t slot, void* dq, bool as_floats, int64_t head_stride) override {
     const float* columns = slots_[slot].dq.data();
     alignas(64) float block[kLanes * kLanes];
     for (int64_t i = 0; i < rows_; i += kLanes)
       for (int64_t c = 0; c < dim; c += kLanes) {
         transpose_words(columns + c * kBlockQ + i, kBlockQ * sizeof(float), block, kLanes * sizeof(float));
-        for (int64_t row = 0; row < std::min(kLanes, rows_ - i); row++)
+        for (int64_t row = 0; row < std::min(kLanes, rows_ - i); row++) {
+          const int64_t first = (i + row) / rows_of_head_ * head_stride + (i + row) % rows_of_head_ * dim + c;
           for (int64_t n = 0; n < std::min(kLanes, dim - c); n++) {
-            const int64_t at = (i + row) * dim + c + n;
+            const int64_t at = first + n;
             if (as_floats) static_cast<float*>(dq)[at] = block[row * kLanes + n];
             else static_cast<T*>(dq)[at] = static_cast<T>(block[row * kLanes + n]);
           }
+        }
       }
   }
 
   int64_t bytes_of_row() const override { return width_ * sizeof(P); }
 
  private:
+  // The keys as a left operand [width, keys] of dQ; values that are not finite become 0.
+  void take_columns(int64_t padded) {
+    P* columns = k_columns_.reserve(width_ * kBlockK);
+    if constexpr (kVnni) {
+      P* words = staged_.reserve(width_ * kBlockK);
+      pack_.transpose(rows_of_k_, k_stride_, padded, words, kBlockK);
+      for (int64_t c = 0; c < width_; c += 2) {
+        const Bits* from_pair = reinterpret_cast<const Bits*>(words + c * kBlockK);
+        Bits* even = reinterpret_cast<Bits*>(columns + c * kBlockK);
+        for (int64_t j = 0; j < padded; j += kLanes) {
+          const Words pair = load<Words>(from_pair + 2 * j);
+          store(even + j, Pack::finite(__builtin_convertvector(pair & 0xffffu, Shorts)));
+          store(even + kBlockK + j, Pack::finite(__builtin_convertvector(pair >> 16, Shorts)));
+        }
+      }
+    } else {
+      pack_.transpose(rows_of_k_, k_stride_, padded, columns, kBlockK);
+      for (int64_t c = 0; c < width_; c++)
+        for (int64_t j = 0; j < padded; j += kLanes) {
+          float* at = columns + c * kBlockK + j;
+          store(at, Pack::finite(load<Words>(at)));
+        }
+    }
+  }
+
   void multiply(int64_t slot, const Part& part, int64_t c, int64_t width, float* x) {
     at::native::cpublas::brgemm(
         part.j1 - part.j0, round_up(part.i1 - part.i0, kLanes), width, k_stride_, q_stride_, kStrip, false,
@@ -161,7 +190,7 @@ class TypedDenseSide final : public DenseSide {
   const T* k_;
   const Strides q_strides_, k_strides_;
   const int64_t inner_, width_;
-  int64_t rows_ = 0, keys_ = 0, q_stride_ = 0, k_stride_ = 0;
+  int64_t rows_ = 0, rows_of_head_ = 0, keys_ = 0, q_stride_ = 0, k_stride_ = 0;
   const P* rows_of_k_ = nullptr;
   struct Slot {
     Buffer<P> columns, pairs;

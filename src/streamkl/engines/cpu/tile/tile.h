@@ -81,10 +81,15 @@ class DenseSide {
       : heads(heads), kv_heads(kv_heads), dim(dim), padded_dim(round_up(dim, kLanes)), scale(scale), relu(relu) {}
   virtual ~DenseSide() = default;
 
-  // Takes the rows [row, row + rows) of a head into a slot.
-  virtual void take_rows(int64_t slot, int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient) = 0;
+  // Takes the rows [row, row + rows) of a head, or of several heads one after another, into a slot. All slots have as
+  // many rows.
+  virtual void take_rows(int64_t slot, int64_t batch, int64_t head, int64_t row, int64_t rows, bool for_gradient, int64_t heads = 1) = 0;
   // Takes the keys [key, key + keys) of a key head.
   virtual void take_keys(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, bool for_gradient) = 0;
+  // Takes selected keys, counted from `first`, and zeros from count up to padded; `ahead` more will be taken next.
+  virtual void take_selected(
+      int64_t batch, int64_t kv_head, int64_t first, const int32_t* keys, int64_t count, int64_t padded, int64_t ahead,
+      bool for_gradient) = 0;
   // x[j, i - i0] = <k_j, q_i> before scale and relu, for the part's keys and the slot's rows; kStrip rows apart.
   virtual void product(int64_t slot, const Part& part, float* x) = 0;
 
@@ -93,8 +98,10 @@ class DenseSide {
   virtual void set_gradient(const Part& part, const float* dx) = 0;
   // dk[keys, padded_dim] += dx q; dq += dx^T k is kept in the slot.
   virtual void add_gradient(int64_t slot, float* dk) = 0;
-  // Writes dq[rows, dim], in the tensors' dtype or as floats.
-  virtual void end_gradient(int64_t slot, void* dq, bool as_floats) = 0;
+  // The first of the two alone.
+  virtual void add_key_gradient(int64_t slot, float* dk) = 0;
+  // Writes dq[rows, dim], in the tensors' dtype or as floats; heads are head_stride apart.
+  virtual void end_gradient(int64_t slot, void* dq, bool as_floats, int64_t head_stride = 0) = 0;
   virtual int64_t bytes_of_row() const = 0;
 
   int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }

@@ -93,6 +93,17 @@ GFX942 = {
         128: Config(128, 64, 4, 2),
         1024: Config(64, 64, 4, 2, hold=128),
     },
+    "attention_queries": {
+        128: Config(64, 32, 4, 1),
+        1024: Config(64, 32, 4, 1, hold=128),
+    },
+    "attention_keys": {
+        128: Config(64, 32, 4, 1),
+        1024: Config(64, 32, 4, 1, hold=128),
+    },
+    "selection": {
+        1024: Config(128, 64, 4, 2, hold=128),
+    },
     **MISALIGNED,
     **FLOAT32,
 }

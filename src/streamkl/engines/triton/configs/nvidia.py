@@ -22,6 +22,7 @@ WARPGROUP_MISALIGNED = {
     "lse_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=32, grad=32)},
     "mixture_misaligned": {1024: Config(128, 32, 8, 1, hold=16, chunk=32, grad=32)},
     "queries_one_misaligned": {1024: Config(128, 16, 8, 1, hold=16, chunk=16, grad=16)},
+    "attention_keys_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=32, grad=32)},
 }
 """The same for products of 64 rows per warp group, or 128 per program."""
 
@@ -100,6 +101,17 @@ SM_80 = {
     "attention": {
         128: Config(64, 64, 8, 2),
         1024: Config(64, 64, 8, 2, hold=128),
+    },
+    "attention_queries": {
+        128: Config(64, 32, 8, 1),
+        1024: Config(64, 32, 8, 1, hold=128),
+    },
+    "attention_keys": {
+        128: Config(64, 32, 8, 1),
+        1024: Config(64, 32, 8, 1, hold=128),
+    },
+    "selection": {
+        1024: Config(128, 64, 8, 1, hold=128),
     },
     **WARP_MISALIGNED,
     **FLOAT32,
@@ -190,6 +202,17 @@ SM_90 = {
         128: Config(128, 64, 8, 1),
         1024: Config(64, 64, 8, 2, hold=128),
     },
+    "attention_queries": {
+        128: Config(64, 32, 8, 1),
+        1024: Config(64, 32, 8, 1, hold=128),
+    },
+    "attention_keys": {
+        128: Config(64, 32, 8, 1),
+        1024: Config(64, 32, 8, 1, hold=128),
+    },
+    "selection": {
+        1024: Config(128, 128, 8, 2, hold=128),
+    },
     **WARPGROUP_MISALIGNED,
     **FLOAT32,
 }
@@ -224,8 +247,11 @@ SM_100 = SM_90 | {
     "keys_index": {
         1024: Config(128, 16, 8, 1, hold=128, hold_a=64),
     },
-    "gradient_gathered": {**SM_90["gradient_gathered"], 128: Config(128, 32, 8, 1)},
+    "gradient_gathered": {128: Config(128, 32, 8, 1), 1024: Config(128, 32, 8, 1, hold=64)},
     "attention": {**SM_90["attention"], 128: Config(128, 32, 8, 2)},
+    "selection": {
+        1024: Config(128, 64, 8, 1, hold=128),
+    },
 }
 
 SM_120 = SM_86 | {

@@ -70,7 +70,7 @@ def violations(binary: Binary, launch: Launch, arch: str, half: bool) -> list[st
         broken.append(f"{binary.spills} spills")
     if binary.shared > target.shared:
         broken.append(f"{binary.shared:,} bytes of shared memory, of {target.shared:,}")
-    if half and not binary.mma.get(mma):
+    if half and launch.multiplies and not binary.mma.get(mma):
         broken.append(f"no {mma} instruction, but {binary.mma or 'none'}")
     return broken
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamkl.engines.triton.launch import Launch
-from streamkl.engines.triton.plans import attention, dense, gathered
+from streamkl.engines.triton.plans import attention, dense, gathered, selection
 from streamkl.problem import Inputs, Problem, Side, Support
 from streamkl.state import RowStats
 
@@ -28,16 +28,20 @@ GATHERED_KINDS = ("lse_gathered", "lse_index_gathered", "paired_gathered", "mixt
                 "backward_both_gathered", "train_gathered")  # fmt: skip
 """The same over selected keys: against an indexer, or head by head."""
 
-ATTENTION_KINDS = ("attention", "attention_block")
-"""Sparse attention over a per-query top-k, or over one shared by a query block."""
+ATTENTION_KINDS = ("attention", "attention_block", "attention_paged", "attention_paged_block", "attention_backward",
+                   "attention_backward_block")  # fmt: skip
+"""Sparse attention, of keys in pages too, and its backward, over a per-query top-k or one shared by a query block."""
 
 ATTENTION_DIMS = {(64, 64): (16, 4), (128, 128): (32, 8), (576, 512): (128, 1)}
 """Head dims of keys and values, and query and key heads."""
 
+SELECTION_KINDS = ("index_topk", "index_topk_block")
+"""Selection by an indexer, per query or shared by a query block: its scores, and their ranking."""
+
 INDEX_DIMS = {(128, 128): (32, 8), (576, 128): (128, 1)}
 """Head dims of teacher and indexer, and the teacher's query and key heads."""
 
-TOKENS, HEADS, KV_HEADS, SELECTED, QUERY_BLOCK = 4096, 16, 4, 2048, 64
+TOKENS, HEADS, KV_HEADS, SELECTED, QUERY_BLOCK, PAGE = 4096, 16, 4, 2048, 64, 64
 
 
 class Indexer(NamedTuple):
@@ -77,6 +81,8 @@ def launches(variant: Variant) -> list[Launch]:
     """
     if variant.kind in ATTENTION_KINDS:
         return _attention(variant)
+    if variant.kind in SELECTION_KINDS:
+        return _selection(variant)
     arch, kind, dims, _, _, indexer, worst = variant
     makers = gathered if kind in GATHERED_KINDS else dense
     kind = kind.removesuffix("_gathered")
@@ -121,17 +127,45 @@ def launches(variant: Variant) -> list[Launch]:
 
 
 def _attention(variant: Variant) -> list[Launch]:
-    """The launch of sparse attention."""
+    """The launches of sparse attention, or of its backward."""
     heads, kv_heads = ATTENTION_DIMS[variant.dims]
-    batch, tokens = (1, TOKENS + 1) if variant.worst else (2, TOKENS)
-    query_block = QUERY_BLOCK if variant.kind == "attention_block" else 1
+    paged = "paged" in variant.kind
+    batch, tokens = (1, TOKENS + 1) if variant.worst else (1 if paged else 2, TOKENS)
+    query_block = QUERY_BLOCK if variant.kind.endswith("_block") else 1
     q, k, v = (
         _tensor(variant, batch, count, tokens, dim)
         for count, dim in ((heads, variant.dims[0]), (kv_heads, variant.dims[0]), (kv_heads, variant.dims[1]))
     )
     indices = torch.empty(batch, tokens // query_block, SELECTED, dtype=torch.int32, device="meta")
-    support = _support(q, k, variant.worst)
-    return attention.sparse_attention(support, Side.of(q, k), q, k, v, indices, query_block, variant.arch)[0]
+    support, page_table = _support(q, k, variant.worst), None
+    if paged:
+        starts = torch.empty(8, dtype=torch.int32, device="meta")
+        support = replace(support, cu_seqlens_q=starts, cu_seqlens_k=starts)
+        page_table = torch.empty(7, TOKENS // PAGE, dtype=torch.int32, device="meta")
+        k, v = (_tensor(variant, TOKENS, PAGE, kv_heads, dim).transpose(1, 2) for dim in variant.dims)
+    given = (support, Side.of(q, k), q, k, v, indices, query_block)
+    backward = "backward" in variant.kind
+    made, output = attention.sparse_attention(*given, backward, variant.arch, page_table)
+    if backward:
+        d_out = _tensor(variant, batch, heads, tokens, variant.dims[1])
+        made = attention.sparse_attention_backward(*given, output, d_out, variant.arch)[0]
+    return made
+
+
+def _selection(variant: Variant) -> list[Launch]:
+    """One launch of each kernel of a selection."""
+    assert variant.indexer is not None
+    heads, weighted = variant.indexer
+    batch, tokens = (1, TOKENS + 1) if variant.worst else (2, TOKENS)
+    query_block = QUERY_BLOCK if variant.kind.endswith("_block") else 1
+    q, k = (_tensor(variant, batch, count, tokens, variant.dims[1]) for count in (heads, 1))
+    w = torch.empty(batch, tokens, heads, device="meta").mT if weighted else None
+    lse = torch.empty(batch, 1, tokens, device="meta") if variant.worst else None
+    side = Side.of(q, k, relu=True, head_summed=True)
+    made, _ = selection.index_topk(
+        _support(q, k, variant.worst), side, q, k, w, lse, SELECTED, query_block, tokens // query_block, variant.arch
+    )
+    return [made[0], made[-1]]
 
 
 def _tensor(variant: Variant, batch: int, heads: int, tokens: int, dim: int) -> Tensor:
@@ -140,5 +174,5 @@ def _tensor(variant: Variant, batch: int, heads: int, tokens: int, dim: int) -> 
 
 
 def _support(q: Tensor, k: Tensor, worst: bool) -> Support:
-    starts = (torch.empty(8, dtype=torch.int32, device="meta"),) * 2 if worst else (None, None)
-    return Support.of(q, k, 1000 if worst else None, 3 if worst else 0, *starts)
+    starts = torch.empty(8, dtype=torch.int32, device="meta") if worst else None
+    return Support.of(q, k, 1000 if worst else None, 3 if worst else 0, starts, starts)

@@ -17,6 +17,7 @@ from streamkl.engines.triton.inspect.matrix import (
     INDEX_KINDS,
     INDEXERS,
     KINDS,
+    SELECTION_KINDS,
     Variant,
 )
 
@@ -47,6 +48,7 @@ def variants(targets: Iterable[str] = tuple(TARGETS), quick: bool = False) -> li
             if gradient and not quick:
                 found.append(Variant(arch, kind, dims, torch.float16, True))
         found += _indexers(arch, quick) + _gathered(arch, quick) + _attention(arch, quick)
+        found += _selection(arch, quick)
     return found
 
 
@@ -92,14 +94,32 @@ def _gathered(arch: str, quick: bool) -> list[Variant]:
 
 
 def _attention(arch: str, quick: bool) -> list[Variant]:
-    """Sparse attention; misaligned, and packed in a window, with heads of 128."""
+    """Sparse attention and its backward; misaligned, and packed in a window, with heads of 128."""
     if quick:
-        return [Variant(arch, "attention_block", (128, 128), torch.bfloat16, True)]
+        kinds = ("attention_block", "attention_backward_block") if arch in ("sm_90", "gfx942") else ("attention_block",)
+        return [Variant(arch, kind, (128, 128), torch.bfloat16, True) for kind in kinds]
     found = [
         Variant(arch, kind, dims, torch.bfloat16, True)
         for kind, dims in itertools.product(ATTENTION_KINDS, ATTENTION_DIMS)
     ]
-    return [
-        *found, *(variant._replace(aligned=False) for variant in found if variant.dims == (128, 128)),
-        *(variant._replace(worst=True) for variant in found if variant.dims == (128, 128)),
-    ]  # fmt: skip
+    others = [
+        variant._replace(dtype=torch.float16 if "backward" in variant.kind else torch.bfloat16)
+        for variant in found
+        if variant.dims == (128, 128)
+    ]
+    found += [variant._replace(aligned=False) for variant in others]
+    return found + [variant._replace(worst=True) for variant in others]
+
+
+def _selection(arch: str, quick: bool) -> list[Variant]:
+    """Selection by one index head or many; misaligned, and packed in a window, with many."""
+    if quick:
+        return [Variant(arch, "index_topk_block", (128, 128), torch.bfloat16, True, INDEXERS[-1])]
+    found = []
+    for kind in SELECTION_KINDS:
+        one, many = (
+            Variant(arch, kind, dims, torch.bfloat16, True, indexer)
+            for dims, indexer in (((64, 64), INDEXERS[0]), ((128, 128), INDEXERS[-1]))
+        )
+        found += [one, many, many._replace(aligned=False), many._replace(worst=True)]
+    return found

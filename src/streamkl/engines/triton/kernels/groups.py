@@ -68,6 +68,14 @@ class TopkArguments(NamedTuple):
     per_head: Any
 
 
+class PageArguments(NamedTuple):
+    """The pages ``[sequences, n]`` that hold each sequence: rows are ``stride`` apart, a page has ``size`` tokens."""
+
+    ptr: Any
+    stride: Any
+    size: Any
+
+
 class RowStatPtrs(NamedTuple):
     """The row stats of a side, ``m`` and ``log2 l``, each ``[B, heads, Nq]``, or pointers to those of a tile's rows."""
 
@@ -129,6 +137,43 @@ class GradientOut(NamedTuple):
     sum_acc: Any = None
 
 
+class AttentionOut(NamedTuple):
+    """Results of sparse attention: ``out [B, H, Nq, Dv]`` and the row stats, each ``[B, H, Nq]``.
+
+    ``rest`` is what rounding took from ``out``, or None.
+    """
+
+    out: Strided
+    rest: Strided | None
+    m: Any
+    ln_l: Any
+
+
+class AttentionRowPtrs(NamedTuple):
+    """The row vectors of sparse attention's backward, each ``[B, H, Nq]``: the pass over queries makes them.
+
+    ``log2_l`` is ``IGNORED`` for a dead row, and nan for one whose gradient is not finite. ``delta`` is the inner
+    product of the output and its gradient. ``several`` is 1 for a row that sees several keys, and 0 for one that sees a
+    single key, whose softmax is constant.
+    """
+
+    log2_l: Any
+    delta: Any
+    several: Any
+
+
+class KeyPairs(NamedTuple):
+    """The query blocks that select keys of each block of keys: ``[start[n], start[n + 1])`` are those of block ``n``.
+
+    ``query`` is the first query of each, counted in its sequence, rising; ``bits`` says which keys of the block it
+    selects.
+    """
+
+    start: Any
+    query: Any
+    bits: Any
+
+
 class Parts(NamedTuple):
     """The states of split keys, ``[fields, splits, rows]``."""
 
@@ -178,13 +223,54 @@ class GatheredCounts(NamedTuple):
 
 
 class AttentionCounts(NamedTuple):
-    """Programs that own one of ``parts`` of a query block's rows, and one of ``pieces`` of the values' columns."""
+    """Programs that own one of ``parts`` of a query block's rows, and one of ``pieces`` of the columns."""
 
     query_block: Any
     query_blocks: Any
     kv_heads: Any
     parts: Any
     pieces: Any
+
+
+class AttentionKeyCounts(NamedTuple):
+    """Programs that own a block of keys of a key head, and one of ``pieces`` of the columns.
+
+    Queries come in blocks of ``query_block``.
+    """
+
+    query_block: Any
+    blocks: Any
+    kv_heads: Any
+    pieces: Any
+
+
+class ScoreCounts(NamedTuple):
+    """Programs that own a tile of query blocks, and one of ``key_tiles`` tiles of keys from ``first_key_tile`` on.
+
+    A batch element has ``tiles`` tiles of its ``query_blocks``; ``first_tile`` is counted over all of them. Rows of
+    scores are ``stride`` apart.
+    """
+
+    tiles: Any
+    first_tile: Any
+    key_tiles: Any
+    first_key_tile: Any
+    query_blocks: Any
+    stride: Any
+
+
+class RankCounts(NamedTuple):
+    """Programs that rank rows of ``columns`` scores, ``stride`` apart, of the keys from ``first_key`` on.
+
+    The results have ``topk`` columns, and are written from ``first_column`` on.
+    """
+
+    rows: Any
+    columns: Any
+    stride: Any
+    first_key: Any
+    topk: Any
+    first_column: Any
 
 
 # What the functions of a kernel hand to each other.

@@ -15,9 +15,10 @@ from streamkl.engines.triton.kernels.groups import (
     RowStatPtrs,
     SideArguments,
     Strided,
+    SupportArguments,
 )
 from streamkl.engines.triton.kernels.tile.rows import rows_kernel
-from streamkl.engines.triton.launch import Launch, new_rows, row_launch
+from streamkl.engines.triton.launch import Launch, Tiling, new_rows, row_launch
 from streamkl.problem import Inputs, Problem, Side
 from streamkl.state import RowStats
 
@@ -81,6 +82,16 @@ def both_sides(problem: Problem, inputs: Inputs) -> dict[str, SideArguments]:
         "a": side_arguments(problem.a, inputs.a_q, inputs.a_k),
         "b": side_arguments(problem.b, inputs.b_q, inputs.b_k, inputs.b_w),
     }
+
+
+def query_block_support(tiling: Tiling, query_block: int) -> SupportArguments:
+    """The support with the first query block of each packed sequence, computed on the device."""
+    support = tiling.support_arguments()
+    if support.packed is None:
+        return support
+    query_blocks = (support.packed.q_ptr.diff() + (query_block - 1)) // query_block
+    first = (query_blocks.cumsum(0) - query_blocks).to(torch.int32)
+    return support._replace(packed=support.packed._replace(query_block_ptr=first))
 
 
 def known_rows(m: Tensor, ln_l: Tensor, weight: Tensor | None, heads: int) -> tuple[Launch, RowStatPtrs]:

@@ -1,23 +1,55 @@
-"""The known families of models, one small file each; ``docs/how-to/add-a-family.md`` says how to add one."""
+"""The known families of models, one small file each; the last is for all others, if they are standard decoders.
+
+``docs/how-to/add-a-family.md`` says how to add one.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from streamkl.integrations.transformers.families.base import Attention, Family, GroupedQuery, Inputs
+from streamkl.integrations.transformers.families.axk2 import AXK2
+from streamkl.integrations.transformers.families.base import (
+    Attention,
+    Family,
+    GroupedQuery,
+    Inputs,
+    Losses,
+    OwnIndexers,
+)
+from streamkl.integrations.transformers.families.deepseek_v4 import DeepseekV4
 from streamkl.integrations.transformers.families.deepseek_v32 import DeepseekV32
 from streamkl.integrations.transformers.families.dsa import SparseLatent
 from streamkl.integrations.transformers.families.gemma3 import Gemma3
+from streamkl.integrations.transformers.families.glm5_next import Glm5Next
 from streamkl.integrations.transformers.families.glm_moe_dsa import GlmMoeDsa
+from streamkl.integrations.transformers.families.hy_v4 import HYV4
 from streamkl.integrations.transformers.families.llama import Llama
+from streamkl.integrations.transformers.families.minimax_m3_vl import MiniMaxM3
+from streamkl.integrations.transformers.families.mistral_large4 import MistralLarge4
 from streamkl.integrations.transformers.families.qwen3 import Qwen3
 from streamkl.integrations.transformers.families.qwen3_5 import Qwen35
 from streamkl.integrations.transformers.families.qwen3_next import Qwen3Next
+from streamkl.integrations.transformers.families.structural import Structural
 
-__all__ = ["FAMILIES", "Attention", "Family", "GroupedQuery", "Inputs", "SparseLatent", "family_of", "register_family"]
+__all__ = [
+    "FAMILIES",
+    "Attention",
+    "Family",
+    "GroupedQuery",
+    "Inputs",
+    "Losses",
+    "OwnIndexers",
+    "SparseLatent",
+    "family_of",
+    "register_family",
+]
 
 FAMILIES: dict[str, Family] = {}
-"""By ``config.model_type``."""
+"""By ``config.model_type``; ``"*"`` is any other."""
+MISSING = {
+    "qwen4_exp": "scores means of keys, by the highest attention of their tokens",
+}
+"""Models with indexers that no loss is written for, and what those do, the end of a sentence."""
 
 
 def register_family(family: Family) -> None:
@@ -26,19 +58,22 @@ def register_family(family: Family) -> None:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model, by its config.
+    """The family of a model, by its config: that of its type, or else the structural one.
 
     Raises:
-        ValueError: It is none of those that are known.
+        ValueError: The model has an indexer of its own that no loss is written for.
     """
-    if config.model_type not in FAMILIES:
+    missing = MISSING.get(config.model_type.removesuffix("_text"))
+    if missing is not None and config.model_type not in FAMILIES:
         raise ValueError(
-            f"no family of models is known for model_type {config.model_type!r}: there are "
-            f"{', '.join(sorted({family.name for family in FAMILIES.values()}))}; "
-            f"register_family adds one (docs/how-to/add-a-family.md)"
+            f"{config.model_type} cannot be distilled or made sparse yet: its indexer {missing}, and there is no loss "
+            f"for that"
         )
-    return FAMILIES[config.model_type]
+    return FAMILIES.get(config.model_type, FAMILIES["*"])
 
 
-for _family in (Llama(), Qwen3(), Qwen3Next(), Qwen35(), Gemma3(), DeepseekV32(), GlmMoeDsa()):
+for _family in (
+    Llama(), Qwen3(), Qwen3Next(), Qwen35(), Gemma3(), DeepseekV32(), GlmMoeDsa(), AXK2(), MistralLarge4(), HYV4(),
+    MiniMaxM3(), DeepseekV4(), Glm5Next(), Structural(),
+):  # fmt: skip
     register_family(_family)

@@ -8,53 +8,68 @@ import torch
 from torch import Tensor
 
 from streamkl.indexer import Indexer, LightningIndexer
-from streamkl.indexer.base import Activation
 from streamkl.indexer.rope import Layout
-from streamkl.integrations.transformers.families.base import Attention, Family, Inputs, few
+from streamkl.integrations.transformers.families.base import Attention, Inputs, OwnIndexers, few
 from streamkl.sparse import IndexerSelector, IndexTensors
 
 
-class SparseLatent(Family):
-    """Models whose attention module calls its own ``indexer`` with hidden states and the queries' latent."""
+class SparseLatent(OwnIndexers):
+    """Models whose attention module calls its own ``indexer``, of relu heads that are summed.
+
+    Modules without one attend to the keys that an earlier one's selected.
+    """
 
     rope_layout: Layout
-    decode = "sparse"  # these models never attend densely
+    kind: type[LightningIndexer] = LightningIndexer
+    """What the module's own indexer computes."""
+    maps: tuple[str, ...] = ("wq_b", "wk", "k_norm", "weights_proj")
+    """The names of its parts."""
 
     def selector(self, config: Any) -> IndexerSelector:
         """Per-query top-k of the size in the config."""
-        return IndexerSelector(topk=config.index_topk, query_block=1)
+        return IndexerSelector(topk=self.own_topk(config), query_block=1)
+
+    def own_topk(self, config: Any) -> int:
+        """That of the config."""
+        return config.get_text_config().index_topk
+
+    def shares(self, attention: Attention) -> bool:
+        """Where the module has no indexer."""
+        return attention.indexer is None
+
+    def rotated(self, own: Any) -> int:
+        """How many dims of an index head a model's own indexer rotates."""
+        return own.qk_rope_head_dim
 
     def indexer(self, attention: Attention) -> LightningIndexer | None:
         """A `LightningIndexer` over the module's own maps, so that training it trains the model's indexer."""
         own = attention.indexer
-        if own is None:  # it shares the top-k of an earlier layer
+        if own is None:
             return None
         with torch.device("meta"):
-            indexer = LightningIndexer(
-                own.hidden_size, query_dim=own.q_lora_rank, heads=own.n_heads, head_dim=own.head_dim,
-                rope_dim=own.qk_rope_head_dim, rope_layout=self.rope_layout,
+            indexer = self.kind(
+                own.hidden_size, query_dim=own.wq_b.in_features, heads=own.n_heads, head_dim=own.head_dim,
+                rope_dim=self.rotated(own), rope_layout=self.rope_layout,
             )  # fmt: skip
-        for name in ("wq_b", "wk", "k_norm", "weights_proj"):
+        for name in self.maps:
             setattr(indexer, name, getattr(own, name))
         return indexer
 
-    def new_indexer(
-        self, attention: Attention, head_dim: int, activation: Activation, heads: int = 1, temperature: bool = False
-    ) -> Indexer:
-        """Raises: these models have indexers."""
-        raise ValueError(f"{self.name} has indexers of its own: train those, and leave `indexers` out")
-
     def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
         """From hidden states and latent, with the dims of a head in the order of the model's cache."""
-        index = indexer(
-            inputs.hidden.detach(),
-            None if inputs.latent is None else inputs.latent.detach(),
-            position_embeddings=inputs.position_embeddings,
-        )
+        index = self.tensors(indexer, inputs)
         if self.rope_layout == "half":
             return index
         return index._replace(
             index_q=_evens_first(index.index_q, indexer.rope_dim), index_k=_evens_first(index.index_k, indexer.rope_dim)
+        )
+
+    def tensors(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
+        """The same with the dims of a head as they are."""
+        return indexer(
+            inputs.hidden.detach(),
+            None if inputs.latent is None else inputs.latent.detach(),
+            position_embeddings=inputs.position_embeddings,
         )
 
     def fingerprint(self, attention: Attention) -> Tensor:

@@ -19,7 +19,7 @@ from streamkl.engines.triton.kernels.tile.products import (
     zeros,
 )
 from streamkl.engines.triton.kernels.tile.states import IGNORED
-from streamkl.engines.triton.kernels.tile.tiles import find_sequence, my_work, row_pointers
+from streamkl.engines.triton.kernels.tile.tiles import diagonal_of, find_sequence, my_work, row_pointers, seen_before
 
 COLUMNS = tl.constexpr(1024)
 """How many columns of the top-k indices are read at once, before any key is gathered."""
@@ -75,10 +75,10 @@ def selected_keys(selection, columns, sequence, support, MASK: tl.constexpr):
     keys = tl.load(
         selection.ptr + columns.to(tl.int64) * selection.stride, mask=columns < selection.columns, other=-1
     )  # [KEYS]
-    diagonal = sequence.k_len - sequence.q_len
+    diagonal = diagonal_of(sequence, MASK)
     seen = (keys >= 0) & (keys < sequence.k_len)
     if MASK.right:
-        seen &= keys < selection.last + diagonal + support.right
+        seen &= keys < seen_before(selection.last, diagonal, support, MASK)
     if MASK.left:
         seen &= keys >= selection.first + diagonal - support.left
     return tl.where(seen, keys, 0).to(tl.int64), seen

@@ -128,6 +128,42 @@ def cut(first, last, full_first, full_last, split, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def diagonal_of(sequence, MASK: tl.constexpr):
+    """The key on the diagonal of query 0, or, where keys stand for several tokens, how many keys end before it."""
+    if MASK.key_span == 1:
+        return sequence.k_len - sequence.q_len
+    else:
+        return sequence.k_len - sequence.q_len // MASK.key_span
+
+
+@triton.jit
+def seen_before(query, diagonal, support, MASK: tl.constexpr):
+    """How many keys the queries before one see, by the right bound of the mask; no query is negative."""
+    if MASK.key_span == 1:
+        return query + diagonal + support.right
+    else:
+        return query // MASK.key_span + diagonal
+
+
+@triton.jit
+def last_key(queries, diagonal, support, MASK: tl.constexpr):
+    """The last keys that queries see, by the right bound of the mask."""
+    if MASK.key_span == 1:
+        return queries + diagonal + support.right
+    else:
+        return seen_before(queries + 1, diagonal, support, MASK) - 1
+
+
+@triton.jit
+def first_query(key, diagonal, support, MASK: tl.constexpr):
+    """The first query that sees a key, by the right bound of the mask; it may be negative."""
+    if MASK.key_span == 1:
+        return key - diagonal - support.right
+    else:
+        return tl.maximum(key + 1 - diagonal, 0) * MASK.key_span - 1  # the product of any key may not fit 32 bits
+
+
+@triton.jit
 def key_tiles(
     block,
     sequence,
@@ -142,15 +178,15 @@ def key_tiles(
     """The tiles of keys that a block of packed rows sees."""
     i0 = block * ROWS // PACK
     i1 = tl.minimum((block * ROWS + ROWS - 1) // PACK + 1, sequence.q_len)
-    diagonal = sequence.k_len - sequence.q_len  # the key on the diagonal of query 0
+    diagonal = diagonal_of(sequence, MASK)
     first, full_first = 0, 0
     last, full_last = sequence.k_len, sequence.k_len
     if MASK.left:
         first = tl.maximum(0, i0 + diagonal - support.left)
         full_first = i1 - 1 + diagonal - support.left
     if MASK.right:
-        last = tl.minimum(sequence.k_len, i1 + diagonal + support.right)
-        full_last = tl.minimum(sequence.k_len, i0 + diagonal + support.right + 1)
+        last = tl.minimum(sequence.k_len, seen_before(i1, diagonal, support, MASK))
+        full_last = tl.minimum(sequence.k_len, last_key(i0, diagonal, support, MASK) + 1)
     last = tl.where(i1 > i0, last, first)
     return cut(first, last, full_first, full_last, split, splits, KEYS)
 
@@ -170,12 +206,12 @@ def row_tiles(
     """The tiles of packed rows that see one of a block of keys."""
     j0 = block * KEYS
     j1 = tl.minimum(j0 + KEYS, sequence.k_len)
-    diagonal = sequence.k_len - sequence.q_len
+    diagonal = diagonal_of(sequence, MASK)
     first, full_first = 0, 0
     last, full_last = sequence.q_len, sequence.q_len
     if MASK.right:
-        first = tl.maximum(0, j0 - diagonal - support.right)
-        full_first = j1 - 1 - diagonal - support.right
+        first = tl.maximum(0, first_query(j0, diagonal, support, MASK))
+        full_first = first_query(j1 - 1, diagonal, support, MASK)
     if MASK.left:
         last = tl.minimum(sequence.q_len, j1 - diagonal + support.left)
         full_last = tl.minimum(sequence.q_len, j0 - diagonal + support.left + 1)
@@ -207,10 +243,10 @@ def nth_tile(n, tiles, MASKED: tl.constexpr):
 @triton.jit
 def allowed_pairs(queries, keys, sequence, support, MASK: tl.constexpr):
     """Which pairs of queries and keys of a sequence are allowed, ``[ROWS, KEYS]``."""
-    diagonal = sequence.k_len - sequence.q_len
+    diagonal = diagonal_of(sequence, MASK)
     allowed = (queries[:, None] < sequence.q_len) & (keys[None, :] < sequence.k_len)
     if MASK.right:
-        allowed &= keys[None, :] <= queries[:, None] + diagonal + support.right
+        allowed &= keys[None, :] <= last_key(queries[:, None], diagonal, support, MASK)
     if MASK.left:
         allowed &= keys[None, :] >= queries[:, None] + diagonal - support.left
     return allowed
@@ -219,12 +255,12 @@ def allowed_pairs(queries, keys, sequence, support, MASK: tl.constexpr):
 @triton.jit
 def sees_a_key(queries, sequence, support, tiles, KEYS: tl.constexpr, MASK: tl.constexpr):
     """Which queries see a key of the tiles, ``[ROWS]``."""
-    diagonal = sequence.k_len - sequence.q_len
+    diagonal = diagonal_of(sequence, MASK)
     first = tiles.start * KEYS
     last = tl.minimum(tiles.end * KEYS, sequence.k_len)
     live = (queries < sequence.q_len) & (last > first)
     if MASK.right:
-        live &= queries + diagonal + support.right >= first
+        live &= last_key(queries, diagonal, support, MASK) >= first
     if MASK.left:
         live &= queries + diagonal - support.left < last
     return live

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamkl import durable
-from streamkl.integrations.transformers import schema
+from streamkl.integrations.saved import schema
 
 WEIGHTS, DESCRIPTION, MARKER = "indexers.safetensors", "indexers.json", "complete.json"
 FORMAT = 1
@@ -83,6 +83,28 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, list[int]], dict[str
     if type(form) is not int or form != FORMAT:
         raise ValueError(f"{folder} has format {str(form)[:20]}, and this StreamKL reads {FORMAT}: upgrade it")
     return _shapes(folder / WEIGHTS), description
+
+
+def check_shapes(folder: str | os.PathLike[str], wanted: dict[str, Tensor], shapes: dict[str, list[int]]) -> None:
+    """Refuses weights of other names or shapes than a model's indexers have.
+
+    Args:
+        folder: The folder, for the message.
+        wanted: The indexers' weights by their names in the folder; they may be on the meta device.
+        shapes: The shapes in the folder, as `read` returns them.
+
+    Raises:
+        ValueError: A weight is missing, too many, or of another shape.
+    """
+    if wanted.keys() != shapes.keys():
+        missing, more = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+        raise ValueError(f"{folder} does not fit the model: it lacks {missing[:3]} and has {more[:3]} besides")
+    for name, weight in wanted.items():
+        if list(weight.shape) != shapes[name]:
+            raise ValueError(
+                f"{folder} does not fit the model: {name} must be of shape {list(weight.shape)}, and is of "
+                f"{shapes[name]}"
+            )
 
 
 def read_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:

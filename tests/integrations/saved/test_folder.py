@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from streamkl import durable
-from streamkl.integrations.transformers import folder as folders
+from streamkl.integrations.saved import folder as folders
 
 NAMES = {folders.WEIGHTS, folders.DESCRIPTION, folders.MARKER}
 

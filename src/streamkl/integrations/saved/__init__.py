@@ -1,0 +1,1 @@
+"""Indexers and selectors as files and as JSON, for every integration; it imports neither transformers nor vLLM."""

@@ -1,0 +1,135 @@
+"""GLM-5.3 (``glm5_next``), and its text model: indexers score pools of keys, and the newest keys are always seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from streamkl.indexer import Indexer, LightningIndexer
+from streamkl.indexer.base import Activation
+from streamkl.integrations.transformers.families.base import Attention, Inputs, Losses
+from streamkl.integrations.transformers.families.compressed import select_compressed
+from streamkl.integrations.transformers.families.dsa import SparseLatent
+from streamkl.sparse import IndexTensors
+
+
+class PooledIndexer(LightningIndexer):
+    """A `LightningIndexer` over pools of ``key_span`` keys, each a gated mean of its keys."""
+
+    index_kpool_compress_ape: nn.Parameter
+    """``[key_span, D]``: added to the gates of a pool's keys."""
+    index_kpool_compress_gate: nn.Parameter
+    """``[D, hidden_dim]``: the map of the gates."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        query: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> IndexTensors:
+        """Projects whole sequences: ``index_k`` is ``[B, N // key_span, D]``; see `Indexer.forward`."""
+        index = super().forward(hidden, query, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens)
+        count, span = hidden.shape[1] // self.key_span, self.key_span
+        gates = functional.linear(hidden, self.index_kpool_compress_gate)
+        gates, keys = (x[:, : count * span].unflatten(1, (count, span)) for x in (gates, index.index_k))
+        wide = torch.promote_types(gates.dtype, torch.float32)
+        share = (gates.to(wide) + self.index_kpool_compress_ape.to(wide)).softmax(2).to(keys.dtype)
+        return index._replace(index_k=(share * keys).sum(2))
+
+
+class Glm5Next(SparseLatent):
+    """No RoPE; some layers share the pools of the one before. A query sees the keys of its own, incomplete pool.
+
+    No loss of these models is published. The indexer learns the attention to a pool's keys, summed; those of the
+    incomplete pool are in the denominator.
+    """
+
+    name = "glm5_next"
+    model_types = ("glm5_next", "glm5_next_text")
+    attention = "Glm5NextTextAttention"
+    rope_layout = "half"
+    kind = PooledIndexer
+    maps = (*SparseLatent.maps, "index_kpool_compress_ape", "index_kpool_compress_gate")
+    not_sparse = "it builds the mask of its attention from the selected keys, and none can be gathered in its place"
+
+    def key_span(self, attention: Attention) -> int:
+        """Of a pool."""
+        return attention.config.index_kpool
+
+    def indexer(self, attention: Attention) -> LightningIndexer | None:
+        """A `PooledIndexer` over the module's own maps.
+
+        Raises:
+            ValueError: Queries do not always see the keys of an incomplete pool.
+        """
+        made = super().indexer(attention)
+        if made is None:
+            return None
+        if not attention.config.index_kpool_always_select_tail:
+            raise ValueError(
+                "glm5_next is distilled with index_kpool_always_select_tail: without it the first queries see no key"
+            )
+        made.key_span = self.key_span(attention)
+        return made
+
+    def prepare(self, attention: Attention, mask: Any) -> None:
+        """The module builds a mask of queries and keys from what its indexer returns."""
+        attention.build_attention_mask_from_topk = lambda **_: mask
+
+    def own_inputs(self, own: Any, arguments: Mapping[str, Any]) -> Inputs:
+        """There is no RoPE."""
+        return Inputs(arguments["hidden_states"], None, arguments["q_resid"])
+
+    @torch.no_grad()
+    def select(self, indexer: Indexer, index: IndexTensors, topk: int) -> Tensor:
+        """The best pools, of ``topk`` keys together."""
+        return select_compressed(index, indexer.key_span, max(1, topk // indexer.key_span), indexer.activation)
+
+    def attended(self, attention: Attention, selected: Tensor, tokens: int) -> Tensor:
+        """The keys of the selected pools, and those of the incomplete one."""
+        span, queries = self.key_span(attention), selected.shape[1]
+        place = torch.arange(span, device=selected.device)
+        keys = (selected[..., None] * span + place).masked_fill((selected < 0)[..., None], -1).flatten(-2)
+        at = torch.arange(tokens - queries, tokens, device=selected.device)[:, None]
+        tail = at // span * span + place[:-1]
+        tail = tail.masked_fill((tail > at) | (at % span == span - 1), -1)
+        return torch.cat((keys, tail.expand(len(keys), -1, -1).to(keys.dtype)), -1)
+
+    def divergence(
+        self,
+        losses: Losses,
+        q: Tensor,
+        k: Any,
+        index: IndexTensors,
+        *,
+        activation: Activation,
+        key_span: int = 1,
+        teacher_lse: Tensor | None = None,
+        teacher_rest: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The KL from the attention to each complete pool; its log-sum-exp is over those that a query sees."""
+        rest = _tail_lse(q, k, key_span, options.get("teacher_scale"))
+        k = k[:, :, : index.index_k.shape[1] * key_span]
+        return losses.indexer_kl(
+            q, k, *index, activation=activation, key_span=key_span, target="block_sum", teacher_rest=rest, **options
+        )
+
+
+@torch.no_grad()
+def _tail_lse(q: Tensor, k: Tensor, span: int, scale: float | None) -> Tensor:
+    """``[B, H, N]``: the log-sum-exp over the keys of each query's incomplete pool; -inf where its pool is complete."""
+    tokens, wide = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1) if q.shape[1] > k.shape[1] else k
+    pools = [functional.pad(x, (0, 0, 0, -tokens % span)).unflatten(2, (-1, span)).to(wide) for x in (q, k)]
+    logits = pools[0] @ pools[1].mT * (q.shape[3] ** -0.5 if scale is None else scale)  # [B, H, pools, span, span]
+    hidden = torch.ones(span, span, dtype=torch.bool, device=q.device).triu(1)
+    hidden[-1] = True
+    return logits.masked_fill(hidden, -torch.inf).logsumexp(-1).flatten(2, 3)[:, :, :tokens]

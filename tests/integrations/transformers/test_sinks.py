@@ -1,0 +1,81 @@
+"""HY-V4: attention sinks in sparse and in dense attention, against transformers' own eager attention."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import streamkl.integrations.transformers as skl
+from streamkl.sparse import IndexerSelector, OracleSelector
+from streamkl.testing.tiny_models import OWN_INDEXERS, tiny_model, tokens
+
+TOKENS, BLOCK = 24, 4
+pytestmark = pytest.mark.skipif("hy_v4" not in OWN_INDEXERS, reason="this version of transformers has no HY-V4")
+
+
+@pytest.fixture
+def model():
+    """A tiny model in float64 whose sinks weigh as much as several keys."""
+    model = tiny_model("hy_v4").double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data += 1.5
+    return model
+
+
+def check(got: Tensor, wanted: Tensor) -> None:
+    """Holds logits to others: norms and the scores of transformers' indexers are in float32."""
+    torch.testing.assert_close(got, wanted, rtol=0, atol=2e-4)
+
+
+@torch.no_grad()
+def test_by_its_own_indexers_and_with_all_keys_it_is_the_model_of_transformers(model) -> None:
+    ids = tokens(2, TOKENS)
+    own, sinkless = model(ids).logits, copy.deepcopy(model)
+    for name, parameter in sinkless.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data -= 100
+    assert (sinkless(ids).logits - own).abs().max() > 0.1, "sinks make a difference"
+    skl.sparsify(model)
+    check(model(ids).logits, own)
+    everything = tiny_model("hy_v4", index_topk=TOKENS).double()
+    everything.load_state_dict(model.state_dict())
+    dense = everything(ids).logits
+    assert (dense - own).abs().max() > 0.1, "fewer keys make a difference"
+    for selector in (OracleSelector(TOKENS, BLOCK), OracleSelector(TOKENS, 1), IndexerSelector(TOKENS, BLOCK)):
+        skl.sparsify(model, selector)
+        check(model(ids).logits, dense)
+    model.set_attn_implementation("streamkl_dense")
+    check(model(ids).logits, dense)
+
+
+@pytest.mark.parametrize("implementation", ["streamkl_sparse", "streamkl_dense"])
+@torch.no_grad()
+def test_padded_packed_and_chunked_calls_are_the_plain_call(model, implementation) -> None:
+    rows = [tokens(15, seed=2), tokens(TOKENS)]
+    skl.sparsify(model, IndexerSelector(6, BLOCK))
+    model.set_attn_implementation(implementation)
+    alone = [model(row[None], use_cache=False).logits[0] for row in rows]
+    mask = torch.zeros(2, TOKENS, dtype=torch.long)
+    ids = torch.zeros_like(mask)
+    for at, row in enumerate(rows):
+        mask[at, TOKENS - len(row) :], ids[at, TOKENS - len(row) :] = 1, row
+    padded = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    packed = model(torch.cat(rows)[None], position_ids=positions, use_cache=False).logits[0]
+    for got, seen, part, plain in zip(padded, mask.bool(), packed.split([15, TOKENS]), alone, strict=True):
+        check(got[seen], plain)
+        check(part, plain)
+    first = model(rows[1][None, : 4 * BLOCK])
+    rest = model(rows[1][None, 4 * BLOCK :], past_key_values=first.past_key_values).logits[0]
+    check(torch.cat((first.logits[0], rest)), alone[1])
+
+
+def test_what_cannot_be_gathered_is_refused_in_a_sentence() -> None:
+    with pytest.raises(
+        ValueError,
+        match="minimax_m3_vl cannot be made sparse: its head groups select keys for themselves, and sparse attention "
+        "takes one selection for all heads",
+    ):
+        skl.sparsify(tiny_model("minimax_m3_vl"), OracleSelector(8, 4))
