@@ -212,6 +212,7 @@ BENCH = {
         "bench.isolated",
         "bench.measure",
         "integrations.transformers",
+        "integrations.transformers.checkpointing",
         "testing.materialised",
     },
     "distill": {
@@ -304,6 +305,7 @@ DISTILLATION = {
     },
     "joint_trainer": {"distillation.trainer"},
     "finetune": {
+        "integrations.transformers.checkpointing",
         "distillation", "extras", KEPT, "integrations.transformers.model",
         *(f"distillation.{name}" for name in ("joint", "joint_trainer", "mesh", "results", "sequences")),
         *(f"distillation.{name}" for name in ("settings", "training")),
@@ -379,6 +381,7 @@ TRANSFORMERS = {
     "requirements": set(),
     "selection": set(),
     "checkpoint": set(),
+    "checkpointing": set(),
     "index_cache": set(),
     "layout": set(),
     "masks": {"layout"},

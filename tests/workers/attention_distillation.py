@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from streamkl.integrations.transformers import AttentionDistiller
+from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 from streamkl.testing.materialised import materialised_losses
 from streamkl.testing.tiny_models import tiny_model, tokens
 
@@ -25,7 +26,7 @@ def check(parallel: str, dtype: torch.dtype, tolerance: float, checkpointing: bo
     losses, _ = materialised_losses(alone, teacher, batch, {0: 1, 1: 3})
     torch.stack(list(losses.values())).mean().backward()
     if checkpointing:
-        student.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(student)
     distiller = AttentionDistiller(student, teacher)
     if parallel == "ddp":
         model = DistributedDataParallel(student)

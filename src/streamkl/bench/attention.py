@@ -100,6 +100,7 @@ class Bench:
         from transformers import AutoModelForCausalLM
 
         from streamkl.integrations.transformers import AttentionDistiller
+        from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 
         self.student, self.teacher = (
             AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)) for _ in range(2)
@@ -111,7 +112,7 @@ class Bench:
                 weight += 0.05 * weight.float().std(correction=0).to(weight.dtype) * noise
         self.student.train()
         if checkpointing:
-            self.student.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(self.student)
         self.distiller = AttentionDistiller(self.student, self.teacher)
 
     def ids(self, tokens: int) -> Tensor:

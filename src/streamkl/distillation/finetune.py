@@ -20,6 +20,7 @@ from streamkl.distillation.sequences import samples_of
 from streamkl.distillation.settings import FinetuneSettings
 from streamkl.distillation.training import Loaded, Prepared, loadable, train
 from streamkl.extras import how_to_install
+from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 from streamkl.integrations.transformers.indexers import load_indexers
 from streamkl.integrations.transformers.model import SparseModel, sparsify
 
@@ -68,7 +69,7 @@ def prepare(settings: FinetuneSettings) -> Prepared:
     loaded = Loaded.of(backbone)
     model = JointModel(_sparse(backbone, settings))
     if settings.checkpointing:
-        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(backbone)
     if settings.lora:
         _add_adapters(model, settings)
     return Prepared(model, samples, loaded)

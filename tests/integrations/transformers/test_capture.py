@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import streamkl.integrations.transformers as skl
 from streamkl import attention_lse
 from streamkl.integrations.transformers import capture_attention
+from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 from streamkl.sparse import OracleSelector
 from streamkl.testing.threads import in_threads
 from streamkl.testing.tiny_models import GROUPED_QUERY, tiny_model, tokens
@@ -123,7 +124,7 @@ def test_the_log_sum_exp_comes_from_attention_where_it_is_known() -> None:
 
 def test_only_calls_with_a_graph_are_captured_if_asked_and_none_that_checkpointing_repeats() -> None:
     model, ids, seen = tiny_model("llama").train(), tokens(1, TOKENS), []
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     with capture_attention(model, graph=True, each=seen.append):
         with torch.no_grad():
             model(ids, use_cache=False)

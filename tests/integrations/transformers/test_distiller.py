@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from streamkl.integrations.transformers import AttentionDistiller, DistillationStep
+from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 from streamkl.testing.materialised import materialised_losses
 from streamkl.testing.tiny_models import tiny_model, tokens
 
@@ -55,7 +56,8 @@ def check(distiller: AttentionDistiller, batch: dict[str, torch.Tensor], run: An
         step.teach(**batch)
     got = gradients(student, step.loss())
     copied = copy.deepcopy(student)  # whose change of implementation compiles nothing again
-    copied.gradient_checkpointing_disable()  # what is repeated would not have the implementation of the matrices
+    for module in copied.modules():
+        module.gradient_checkpointing = False  # what is repeated would not have the implementation of the matrices
     losses, _ = materialised_losses(copied, distiller.teacher, batch, distiller.pairs, **options)
     wanted = gradients(copied, torch.stack([losses[n] * distiller.weights[n] for n in losses]).mean())
     largest = max(float(g.abs().max()) for g in wanted.values())
@@ -107,7 +109,7 @@ def test_the_two_may_run_with_different_implementations(implementations) -> None
 @pytest.mark.parametrize("batch", ["padded left", "packed"])
 def test_so_are_those_under_checkpointing(batch, dtype) -> None:
     student, teacher = models(dtype)
-    student.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(student)
     check(AttentionDistiller(student, teacher), batches()[batch])
 
 
@@ -149,7 +151,7 @@ def test_so_are_those_of_a_student_that_inductor_compiles_in_one_graph(batch, ch
     compiled = torch.compile(student, fullgraph=True)
     distiller = AttentionDistiller(student, teacher)
     if checkpointing:
-        student.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(student)
     for patch in ({}, {"error_on_recompile": True}):
         with torch._dynamo.config.patch(**patch):
             check(distiller, batches()[batch], compiled)
@@ -211,7 +213,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
 
 def test_reentrant_checkpointing_is_refused_in_a_sentence() -> None:
     student, teacher = models(torch.float32)
-    student.gradient_checkpointing_enable({"use_reentrant": True})
+    checkpoint_activations(student, use_reentrant=True)
     student.enable_input_require_grads()
     with pytest.raises(ValueError, match=r"layer 0 of the student has no graph.*checkpointing must be non-reentrant"):
         one_step(AttentionDistiller(student, teacher), batches()["plain"])

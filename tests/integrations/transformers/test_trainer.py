@@ -93,7 +93,8 @@ def test_a_step_is_that_of_the_matrices_however_a_batch_is_cut(lm, logits, micro
 def test_so_is_one_under_checkpointing_and_evaluation_is_the_trainers_own(tmp_path) -> None:
     student, teacher = models()
     after, losses = wanted(student, teacher, 1.0, 1.0, 0.0)
-    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    word = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"  # before 5.23
+    options = {f"{word}_checkpointing": True, f"{word}_checkpointing_kwargs": {"use_reentrant": False}}
     trainer = DistillingTrainer(
         student, TrainingArguments(**arguments(tmp_path, 2, 2, **options)), train_dataset=samples(),
         eval_dataset=samples(), distiller=AttentionDistiller(student, teacher),

@@ -149,7 +149,7 @@ class DistillationStep:
             if layer not in self._captured:
                 raise ValueError(
                     f"layer {layer} of the student has no graph: run the student with gradients, before the teacher; "
-                    f"checkpointing must be non-reentrant, gradient_checkpointing_kwargs={{'use_reentrant': False}}"
+                    "checkpointing must be non-reentrant (use_reentrant=False)"
                 )
             student, teacher = self._captured[layer].call, attended.call
             _check(student, teacher, layer, taught_by)
