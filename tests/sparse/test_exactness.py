@@ -6,6 +6,7 @@ import pytest
 
 from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
+from streamkl.engines.triton.plans import selection
 from streamkl.testing import (
     check_index_topk,
     check_normalised_topk,
@@ -28,7 +29,7 @@ def case(backend, fuzz_seed, monkeypatch):
         config = Config(rows=rng.choice((16, 32)), keys=rng.choice((4, 8, 16)), warps=1, stages=1, **cut)
         monkeypatch.setattr(architecture, "INTERPRETED", config)
         for name, sizes in {"SCORES": (1, 1000, 1 << 24), "RANKED": (16, 64), "PIECE": (16, 32)}.items():
-            monkeypatch.setattr(f"streamkl.engines.triton.plans.selection.{name}", rng.choice(sizes))
+            monkeypatch.setattr(selection, name, rng.choice(sizes))
     sizes = {"max_tokens": 16} if backend == "triton" else {}
     return random_sparse_case(fuzz_seed, dtypes=DTYPES if backend == "tiled" else DTYPES[1:], **sizes)
 

@@ -15,6 +15,7 @@ from streamkl import attention_kl, attention_lse, indexer_kl
 from streamkl.engines.triton import launch
 from streamkl.engines.triton.configs import architecture
 from streamkl.engines.triton.meta import Config
+from streamkl.engines.triton.plans import selection
 from streamkl.sparse import index_topk, sparse_attention
 from streamkl.testing import (
     STUDENT,
@@ -201,7 +202,7 @@ def test_no_address_outside_of_the_arguments_of_a_selection(packed, query_block,
     config = Config(rows=16, keys=8, warps=1, stages=1, hold=hold, chunk=32)
     monkeypatch.setattr(architecture, "INTERPRETED", config)
     for name, size in {"SCORES": 1, "RANKED": 16, "PIECE": 16}.items():
-        monkeypatch.setattr(f"streamkl.engines.triton.plans.selection.{name}", size)
+        monkeypatch.setattr(selection, name, size)
     index_q, index_k, index_w = torch.randn(1, 3, 23, 40), torch.randn(1, 37, 40), torch.randn(1, 23, 3)
     options = {"query_block": query_block, "window": (19, 3), "normalise": True, "topk": 20, "backend": "triton"}
     if packed:
