@@ -18,9 +18,7 @@ def kernels(*arguments: str) -> Any:
 def test_without_triton_it_says_how_to_get_it() -> None:
     script = "import sys; sys.modules['triton'] = None; from streamkl.cli import app; app(['kernels'])"
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment
-    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=99, env=environment)
     assert result.returncode == 2, result.stderr
     assert "Triton compiles the kernels: pip install triton" in result.stderr
     assert result.stdout == ""
