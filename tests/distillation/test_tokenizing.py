@@ -110,11 +110,11 @@ def test_a_packing_that_is_killed_and_resumed_has_the_same_bytes_with_any_number
     llama: Path, prose: Path, tmp_path: Path
 ) -> None:
     text = tmp_path / "long.txt"
-    text.write_text(prose.read_text() * 160)
-    tokenize(str(llama), [str(text)], tmp_path / "whole", shard_tokens=1_000_000)
+    text.write_text(prose.read_text() * 80)
+    tokenize(str(llama), [str(text)], tmp_path / "whole", shard_tokens=500_000)
     command = [
         sys.executable, "-m", "streamkl", "tokenize", "--model", str(llama), "--text", str(text), "--output",
-        str(tmp_path / "cut"), "--workers", "2", "--shard-tokens", "1000000",
+        str(tmp_path / "cut"), "--workers", "2", "--shard-tokens", "500000",
     ]  # fmt: skip
     process = subprocess.Popen(command, env=OFFLINE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     until, index = time.monotonic() + 300, tmp_path / "cut" / "corpus.json"

@@ -123,7 +123,7 @@ def sharpen(model: Any, tokens: int = 96) -> None:
     model.eval().set_attn_implementation(attention.NAME)
     ids = torch.randint(VOCABULARY - 1, (2, tokens), generator=torch.Generator().manual_seed(0))
     family = family_of(model.config)
-    modules = family.attentions(model)
+    modules = {n: module for n, module in family.attentions(model).items() if family.is_global(module)}
     if family.windowed:
         modules = {number: module for number, module in modules.items() if family.own(module) is not None}
     own = {number: family.own(module) for number, module in modules.items() if family.own(module) is not None}
@@ -133,7 +133,7 @@ def sharpen(model: Any, tokens: int = 96) -> None:
         indexer.forward = lambda *args, **kwargs: ids.new_empty((*ids.shape, 0))  # attention is dense
     sharpened = set()
     for _ in range(40):
-        with capture_attention(model) as captured:
+        with capture_attention(model, layers=list(modules)) as captured:
             model.base_model(input_ids=ids, use_cache=False)
         for number, module in modules.items():
             if entropy(captured[number].call) < 0.5 * torch.tensor(tokens / captured[number].call.key_span).log():

@@ -136,13 +136,16 @@ class SparseCase:
 MASK = ("causal", "window", "cu_seqlens_q", "cu_seqlens_k")
 
 
-def random_sparse_case(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, max_tokens: int = 80) -> SparseCase:
+def random_sparse_case(
+    seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, max_tokens: int = 80, max_heads: int = 21
+) -> SparseCase:
     """Draws one problem; the same seed gives the same problem.
 
     Args:
         seed: Any integer.
         dtypes: The dtypes to draw from.
         max_tokens: The most queries, and keys, of a batch element or of all packed sequences together.
+        max_heads: The most query heads, three or more.
 
     Examples:
         >>> from streamkl.testing import check_sparse_attention, random_sparse_case
@@ -152,7 +155,8 @@ def random_sparse_case(seed: int, *, dtypes: tuple[torch.dtype, ...] = DTYPES, m
     rng, values = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype, (dim, v_dim), query_block = rng.choice(dtypes), rng.choice(DIMS), rng.choice(QUERY_BLOCKS)
     kv_heads = rng.choice((1, 1, 2, 3))
-    heads, index_heads = kv_heads * rng.choice((1, 1, 2, 4, 7)), rng.choice((1, 1, 3, 8))
+    heads = kv_heads * min(rng.choice((1, 1, 2, 4, 7)), max_heads // kv_heads)
+    index_heads = rng.choice((1, 1, 3, 8))
     index_dim = rng.choice((4, 16, 33, 64))
     cu_seqlens = None
     if rng.random() < 0.35:

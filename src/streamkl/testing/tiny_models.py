@@ -51,6 +51,15 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32", LATENT),
     "glm_moe_dsa": ("GlmMoeDsa", {**LATENT, **SHARED}),
     "axk2": ("AXK2", LATENT),
+    "dots3_note": ("Dots3Note", {
+        **LATENT, "num_hidden_layers": 3, "head_dim": 16,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "sliding_window": 5, "num_local_experts": 4, "shared_experts_intermediate_size": 16,
+        **{f"swa_{name}": size for name, size in {
+            "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "head_dim": 16,
+            "qk_nope_head_dim": 8, "v_head_dim": 12,
+        }.items()},
+    }),
     "mistral_large4": ("MistralLarge4", {
         **LATENT, **SHARED, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "full"],
         "no_rope_layers": [1, 1, 0, 1], "kv_source_layers": [0, 0, 2, 3], "final_logit_softcapping": 1000.0,
@@ -81,7 +90,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 GROUPED_QUERY = ("llama", "qwen3", "qwen3_next", "qwen3_5", "gemma3")
-SPARSE_LATENT = _known("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4")
+SPARSE_LATENT = _known("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note", "mistral_large4")
 FAMILIES = (*GROUPED_QUERY, *SPARSE_LATENT)
 """Those that ``sparsify`` takes and that run under ``sdpa``."""
 OWN_INDEXERS = (*SPARSE_LATENT, *_known("hy_v4", "minimax_m3_vl", "deepseek_v4", "glm5_next"))
@@ -106,7 +115,7 @@ def tiny_config(family: str, **options: Any) -> Any:
     import transformers
 
     name, own = OPTIONS[family]
-    text = name in ("Qwen3_5", "Gemma3", "MistralLarge4", "MiniMaxM3VL", "Glm5Next")
+    text = name in ("Qwen3_5", "Gemma3", "MistralLarge4", "MiniMaxM3VL", "Glm5Next", "Dots3Note")
     config = getattr(transformers, f"{name}TextConfig" if text else f"{name}Config")(**{**COMMON, **own, **options})
     more: Any = {"text_config": config, "experts_implementation": "eager"}
     if family == "glm5_next":

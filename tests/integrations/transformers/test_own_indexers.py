@@ -109,7 +109,7 @@ def test_weights_are_saved_and_loaded_under_the_names_of_the_checkpoint(family, 
 def test_the_layout_of_rope_is_that_of_the_familys_own_code(family, monkeypatch) -> None:
     model, ids = tiny_model(family), tokens(2, TOKENS)
     modeling = importlib.import_module(type(model).__module__)
-    name = "apply_rotary_pos_emb" + ("_interleave" if family in ("glm_moe_dsa", "mistral_large4") else "")
+    name = "apply_rotary_pos_emb" + ("_interleave" if family in ("dots3_note", "glm_moe_dsa", "mistral_large4") else "")
     rotate, theirs = getattr(modeling, name), []
 
     def record(q, k, *tables, unsqueeze_dim=1, **options):

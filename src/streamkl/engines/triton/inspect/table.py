@@ -21,35 +21,44 @@ from streamkl.engines.triton.inspect.matrix import (
     Variant,
 )
 
+ALIKE = {"sm_89": "sm_86"}
+"""Targets whose kernels are another's: the same tables of tiles, limits and instructions, and so the same PTX."""
+
 
 def variants(targets: Iterable[str] = tuple(TARGETS), quick: bool = False) -> list[Variant]:
     """The variants to compile: bfloat16, aligned and not, and float16 in the gradients, where its kernels differ.
 
     ``quick`` leaves out wide heads, all but one target of each kind of tensor core, and on two of these targets heads
-    of 64, except for kinds that have no wider ones.
+    of 64, except for kinds that have no wider ones. Of targets whose kernels are another's (`ALIKE`) the whole table
+    has these rows, too.
     """
     found = []
     for arch in targets:
         if quick and arch not in ("sm_80", "sm_90", "sm_100", "gfx942"):
             continue
-        for kind, dims in itertools.product(KINDS, DIMS):
-            if kind.endswith("_both") and max(dims) > 64:
-                continue  # the gradients of both sides are computed apart
-            narrow = dims == (64, 64) and (arch in ("sm_90", "gfx942") or kind.endswith("_both"))
-            if quick and not narrow and dims != (128, 128):
-                continue
-            found.append(Variant(arch, kind, dims, torch.bfloat16, True))
-            if dims in ((64, 64), (128, 128)) and not quick:
-                found.append(Variant(arch, kind, dims, torch.bfloat16, True, worst=True))
-            if quick and (dims != (128, 128) or arch != "sm_90"):
-                continue
-            gradient = kind not in ("lse", "paired", "mixture")
-            found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
-            if gradient and not quick:
-                found.append(Variant(arch, kind, dims, torch.float16, True))
-        found += _indexers(arch, quick) + _gathered(arch, quick) + _attention(arch, quick)
-        found += _selection(arch, quick)
+        found += _of_target(arch, quick or arch in ALIKE)
     return found
+
+
+def _of_target(arch: str, quick: bool) -> list[Variant]:
+    found = []
+    for kind, dims in itertools.product(KINDS, DIMS):
+        if kind.endswith("_both") and max(dims) > 64:
+            continue  # the gradients of both sides are computed apart
+        narrow = dims == (64, 64) and (arch in ("sm_90", "gfx942") or kind.endswith("_both"))
+        if quick and not narrow and dims != (128, 128):
+            continue
+        found.append(Variant(arch, kind, dims, torch.bfloat16, True))
+        if dims in ((64, 64), (128, 128)) and not quick:
+            found.append(Variant(arch, kind, dims, torch.bfloat16, True, worst=True))
+        if quick and (dims != (128, 128) or arch != "sm_90"):
+            continue
+        gradient = kind not in ("lse", "paired", "mixture")
+        found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
+        if gradient and not quick:
+            found.append(Variant(arch, kind, dims, torch.float16, True))
+    found += _indexers(arch, quick) + _gathered(arch, quick)
+    return found + _attention(arch, quick) + _selection(arch, quick)
 
 
 def _indexers(arch: str, quick: bool) -> list[Variant]:

@@ -18,6 +18,7 @@ from streamkl.integrations.transformers.families.base import (
 )
 from streamkl.integrations.transformers.families.deepseek_v4 import DeepseekV4
 from streamkl.integrations.transformers.families.deepseek_v32 import DeepseekV32
+from streamkl.integrations.transformers.families.dots3_note import Dots3Note
 from streamkl.integrations.transformers.families.dsa import SparseLatent
 from streamkl.integrations.transformers.families.gemma3 import Gemma3
 from streamkl.integrations.transformers.families.glm5_next import Glm5Next
@@ -74,6 +75,6 @@ def family_of(config: Any) -> Family:
 
 for _family in (
     Llama(), Qwen3(), Qwen3Next(), Qwen35(), Gemma3(), DeepseekV32(), GlmMoeDsa(), AXK2(), MistralLarge4(), HYV4(),
-    MiniMaxM3(), DeepseekV4(), Glm5Next(), Structural(),
+    MiniMaxM3(), DeepseekV4(), Glm5Next(), Dots3Note(), Structural(),
 ):  # fmt: skip
     register_family(_family)

@@ -59,6 +59,27 @@ def tile_gradient(q, k, d, v, m, log2_l, delta, allowed, side, value, SIDE: tl.c
 
 
 @triton.jit
+def selected_pairs(
+    first,
+    selection,
+    rows,
+    live,
+    sequence,
+    support,
+    MASK: tl.constexpr,
+    KEYS: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """The keys of columns from ``first`` on, which of them exist, ``[KEYS]``, and which pairs do, ``[ROWS, KEYS]``."""
+    columns = first + tl.arange(0, KEYS)
+    keys, key_seen = selected_keys(selection, columns, sequence, support, MASK)  # [KEYS]
+    allowed = key_seen[None, :] & live[:, None]
+    if SHARED:
+        allowed = allowed & allowed_pairs(rows.queries, keys.to(tl.int32), sequence, support, MASK)
+    return keys, key_seen, allowed
+
+
+@triton.jit
 def attention_queries_kernel(
     side,
     value,
@@ -99,25 +120,17 @@ def attention_queries_kernel(
         nothing = delta * 0.0
         delta = tl.zeros([ROWS], tl.float32)
         for first in range(0, seen, KEYS):
-            columns = first + tl.arange(0, KEYS)
-            keys, key_seen = selected_keys(selection, columns, sequence, support, MASK)  # [KEYS]
-            k = held(k_ptrs + keys * side.k.stride_token, key_seen, side.k, SIDE, True)  # [KEYS, BLOCK]
-            v = held(v_ptrs + keys * value.k.stride_token, key_seen, value.k, VALUE, True)  # [KEYS, BLOCK]
-            allowed = key_seen[None, :] & live[:, None]
-            if SHARED:
-                allowed = allowed & allowed_pairs(rows.queries, keys.to(tl.int32), sequence, support, MASK)
+            keys, exist, allowed = selected_pairs(first, selection, rows, live, sequence, support, MASK, KEYS, SHARED)
+            k = held(k_ptrs + keys * side.k.stride_token, exist, side.k, SIDE, True)  # [KEYS, BLOCK]
+            v = held(v_ptrs + keys * value.k.stride_token, exist, value.k, VALUE, True)  # [KEYS, BLOCK]
             _, terms = tile_gradient(q, k, d, v, m, log2_l, nothing, allowed, side, value, SIDE, VALUE)
             delta += tl.sum(terms, 1)
     keys_seen = tl.zeros([ROWS], tl.int32)
     dq = zeros(ROWS, SIDE.grad)  # [ROWS, GRAD]
     for first in range(0, seen, KEYS):
-        columns = first + tl.arange(0, KEYS)
-        keys, key_seen = selected_keys(selection, columns, sequence, support, MASK)  # [KEYS]
-        k = held(k_ptrs + keys * side.k.stride_token, key_seen, side.k, SIDE, True)  # [KEYS, BLOCK]
-        v = held(v_ptrs + keys * value.k.stride_token, key_seen, value.k, VALUE, True)  # [KEYS, BLOCK]
-        allowed = key_seen[None, :] & live[:, None]
-        if SHARED:
-            allowed = allowed & allowed_pairs(rows.queries, keys.to(tl.int32), sequence, support, MASK)
+        keys, exist, allowed = selected_pairs(first, selection, rows, live, sequence, support, MASK, KEYS, SHARED)
+        k = held(k_ptrs + keys * side.k.stride_token, exist, side.k, SIDE, True)  # [KEYS, BLOCK]
+        v = held(v_ptrs + keys * value.k.stride_token, exist, value.k, VALUE, True)  # [KEYS, BLOCK]
         _, dx = tile_gradient(q, k, d, v, m, log2_l, delta, allowed, side, value, SIDE, VALUE)
         k_columns = finite(gradient_columns(k, first_column, SIDE, True))  # [KEYS, GRAD]
         dq = dot_add(dx.to(k_columns.dtype), k_columns, dq, SIDE.upcast)
