@@ -249,6 +249,7 @@ SM_100 = SM_90 | {
     },
     "gradient_gathered": {128: Config(128, 32, 8, 1), 1024: Config(128, 32, 8, 1, hold=64)},
     "attention": {**SM_90["attention"], 128: Config(128, 32, 8, 2)},
+    "attention_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=16, grad=16)},
     "selection": {
         1024: Config(128, 64, 8, 1, hold=128),
     },
@@ -268,6 +269,8 @@ SM_120 = SM_86 | {
         128: Config(64, 32, 8, 1, hold=64),
         256: Config(64, 32, 8, 1, hold=64, chunk=32),
     },
+    "selection": {1024: Config(64, 64, 8, 1, hold=128)},
+    "selection_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=16)},
     "lse_index_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32)},
     "lse_gathered": {**SM_86["lse_gathered"], 1024: Config(128, 64, 8, 1, hold=128)},
     "gradient_gathered": {**SM_86["gradient_gathered"], 1024: Config(128, 32, 8, 1, hold=128, chunk=16)},

@@ -21,7 +21,8 @@ RANKED = 2048
 """Columns of the result that are ranked at a time, at most: their ranks stay in registers."""
 PIECE = 512
 """Scores of a row that are ranked at a time, at least."""
-RANK_WARPS = 8
+RANK_WARPS = {"sm_100": 16}
+"""Warps that rank, if not 8: with 8 the ranks of packed sequences in a window spill there."""
 
 
 class _Tiles(NamedTuple):
@@ -113,6 +114,6 @@ def index_topk(
                     "scores_ptr": scores, "row_ptr": row, "best_ptr": best, "bound_ptr": bound,
                     "out_ptr": out if first_key + columns == support.nk else None, "counts": counts,
                 }  # fmt: skip
-                programs = math.ceil(counts.rows / ranking["ROWS"])
-                launches.append(Launch(best_keys_kernel, programs, arguments, ranking, RANK_WARPS, multiplies=False))
+                programs, warps = math.ceil(counts.rows / ranking["ROWS"]), RANK_WARPS.get(arch, 8)
+                launches.append(Launch(best_keys_kernel, programs, arguments, ranking, warps, multiplies=False))
     return launches, out
