@@ -183,3 +183,62 @@ print("equal")
         timeout=300,
     )  # fmt: skip
     assert result.stdout.strip() == "equal", result.stderr[-3000:]
+
+
+MISALIGNED = """
+import json, torch
+from streamkl.engines.triton.inspect.compiler import compile_launch
+from streamkl.engines.triton.inspect.matrix import Variant, launches
+
+class Lowered(Exception):
+    pass
+
+def stop(ir):
+    raise Lowered(ir)
+
+def ir_of(kind, dims):
+    found = []
+    for launch in launches(Variant("sm_90", kind, dims, torch.float16, False)):
+        try:
+            compile_launch(launch, "sm_90", False, stop)
+        except Lowered as lowered:
+            found.append(str(lowered))
+    return found
+
+def same(kind, *dims):
+    (first, *others) = (ir_of(kind, d) for d in dims)
+    return bool(first) and all(other == first for other in others)
+
+print(json.dumps({
+    "mixture": same("mixture", (64, 64), (128, 128), (256, 256), (576, 128)),
+    "queries_group": same("queries_group", (128, 128), (192, 128), (576, 128)),
+    "otherwise": same("queries_group", (64, 64), (128, 128)),
+}))
+"""
+
+
+def test_kernels_over_misaligned_heads_do_not_depend_on_the_dims_that_have_no_rows() -> None:
+    result = subprocess.run([sys.executable, "-c", MISALIGNED], env=ENVIRONMENT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert json.loads(result.stdout) == {"mixture": True, "queries_group": True, "otherwise": False}
+
+
+KEYS = """
+import json, sys
+from streamkl.engines.triton.inspect.kept import _launch_key
+from streamkl.engines.triton.inspect.matrix import launches
+from streamkl.engines.triton.inspect.table import variants
+
+rows = [row for row in variants(["sm_90"]) if row.kind in ("mixture", "lse_gathered", "train_gathered")]
+rows = rows[::-1] if sys.argv[1] == "last first" else rows
+keys = {str(row): [_launch_key(launch, row.arch, row.aligned) for launch in launches(row)] for row in rows}
+print(json.dumps(keys))
+"""
+
+
+def test_the_key_of_a_cached_kernel_does_not_depend_on_the_kernels_before_it() -> None:
+    first, second = (
+        subprocess.run([sys.executable, "-c", KEYS, order], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+        for order in ("first first", "last first")
+    )
+    assert json.loads(first.stdout) == json.loads(second.stdout)

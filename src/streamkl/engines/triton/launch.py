@@ -71,7 +71,7 @@ class Tiling:
     def __init__(
         self, problem: Problem, tensors: Sequence[Tensor], arch: str, kind: str, weighted: bool = False
     ) -> None:
-        self.problem, self.support = problem, problem.support
+        self.problem, self.support, self._arch = problem, problem.support, arch
         width = max(problem.a.dim, problem.b.dim)
         if max(problem.a.dtype.itemsize, problem.b.dtype.itemsize) == 4:
             kind = f"{kind}_float32"
@@ -87,6 +87,10 @@ class Tiling:
         )
         self.group = Group.of(problem)
         self.mask = Mask.of(problem.support)
+
+    def warps_of(self, kind: str) -> int:
+        """The warps of a kernel of the same pass that reads no heads, by its row in the table."""
+        return architecture.config(self._arch, kind, 1).warps
 
     @property
     def head_packs(self) -> int:

@@ -29,7 +29,10 @@ class Config(NamedTuple):
 KINDS = ("lse", "paired", "mixture", "keys_one", "keys_both", "keys_group", "queries_one", "queries_group", "lse_index",
          "mixture_index", "keys_index", "queries_index", "lse_gathered", "paired_gathered", "mixture_gathered",
          "gradient_gathered", "attention", "attention_queries", "attention_keys", "selection")  # fmt: skip
-"""Kinds of kernels; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too."""
+"""Kinds of kernels that read heads; each has rows for inputs that are ``_misaligned`` and for ``_float32``, too.
+
+``ranking`` is one that reads scores. Of its row the warps are taken.
+"""
 
 FLOAT32 = {
     **{f"{kind}_float32": {1024: Config(32, 32, 4, 1, hold=64, chunk=32, grad=64)} for kind in KINDS},

@@ -104,6 +104,7 @@ GFX942 = {
     "selection": {
         1024: Config(128, 64, 4, 2, hold=128),
     },
+    "ranking": {1024: Config(1, 2048, 8, 1)},
     **MISALIGNED,
     **FLOAT32,
 }

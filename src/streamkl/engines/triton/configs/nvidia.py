@@ -113,6 +113,7 @@ SM_80 = {
     "selection": {
         1024: Config(128, 64, 8, 1, hold=128),
     },
+    "ranking": {1024: Config(1, 2048, 8, 1)},
     **WARP_MISALIGNED,
     **FLOAT32,
 }
@@ -213,6 +214,7 @@ SM_90 = {
     "selection": {
         1024: Config(128, 128, 8, 2, hold=128),
     },
+    "ranking": {1024: Config(1, 2048, 8, 1)},
     **WARPGROUP_MISALIGNED,
     **FLOAT32,
 }
@@ -253,6 +255,7 @@ SM_100 = SM_90 | {
     "selection": {
         1024: Config(128, 64, 8, 1, hold=128),
     },
+    "ranking": {1024: Config(1, 2048, 16, 1)},
 }
 
 SM_120 = SM_86 | {

@@ -28,6 +28,8 @@ ALIKE = {"sm_89": "sm_86"}
 def variants(targets: Iterable[str] = tuple(TARGETS), quick: bool = False) -> list[Variant]:
     """The variants to compile: bfloat16, aligned and not, and float16 in the gradients, where its kernels differ.
 
+    Misaligned heads are read in chunks. So the kernels that sum over keys are the same for all head dims, and those of
+    gradients for all teachers' dims: they have rows for heads of 128, and of 64, 128 and 256.
     ``quick`` leaves out wide heads, all but one target of each kind of tensor core, and on two of these targets heads
     of 64, except for kinds that have no wider ones. Of targets whose kernels are another's (`ALIKE`) the whole table
     has these rows, too.
@@ -54,7 +56,8 @@ def _of_target(arch: str, quick: bool) -> list[Variant]:
         if quick and (dims != (128, 128) or arch != "sm_90"):
             continue
         gradient = kind not in ("lse", "paired", "mixture")
-        found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
+        if dims == (128, 128) or (gradient and dims[0] == dims[1]):
+            found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
         if gradient and not quick:
             found.append(Variant(arch, kind, dims, torch.float16, True))
     found += _indexers(arch, quick) + _gathered(arch, quick)

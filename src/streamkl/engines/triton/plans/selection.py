@@ -21,8 +21,6 @@ RANKED = 2048
 """Columns of the result that are ranked at a time, at most: their ranks stay in registers."""
 PIECE = 512
 """Scores of a row that are ranked at a time, at least."""
-RANK_WARPS = {"sm_100": 16}
-"""Warps that rank, if not 8: with 8 the ranks of packed sequences in a window spill there."""
 
 
 class _Tiles(NamedTuple):
@@ -96,6 +94,7 @@ def index_topk(
         "QUERY_BLOCK": query_block, "EACH": tiles.each,
     }  # fmt: skip
     ranking = {"ROWS": max(1, RANKED // piece), "KEYS": piece, "TOPK": ranked}
+    warps = tiling.warps_of("ranking")
 
     launches = []
     for first_tile in range(0, count, at_once):
@@ -114,6 +113,6 @@ def index_topk(
                     "scores_ptr": scores, "row_ptr": row, "best_ptr": best, "bound_ptr": bound,
                     "out_ptr": out if first_key + columns == support.nk else None, "counts": counts,
                 }  # fmt: skip
-                programs, warps = math.ceil(counts.rows / ranking["ROWS"]), RANK_WARPS.get(arch, 8)
+                programs = math.ceil(counts.rows / ranking["ROWS"])
                 launches.append(Launch(best_keys_kernel, programs, arguments, ranking, warps, multiplies=False))
     return launches, out
