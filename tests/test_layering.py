@@ -266,12 +266,14 @@ DISTILLATION = {
         "distillation", "distillation.layer", "distillation.mesh", "integrations.transformers.capture",
         "integrations.transformers.probe", FAMILIES, KEPT,
     },
-    "indexers": {"distillation.settings", "distillation.teacher", "indexer", FAMILIES, KEPT},
+    "indexers": {
+        "distillation.settings", "distillation.teacher", "indexer", "integrations.saved.description", FAMILIES, KEPT
+    },
     "packing": {"distillation.settings", "text"},
     "order": set(),
     "shards": {"text"},
     "tokenizing": {
-        "durable", "text", *(f"distillation.{name}" for name in ("packing", "settings", "shards"))
+        "cache", "durable", "text", *(f"distillation.{name}" for name in ("packing", "settings", "shards"))
     },
     "needles": set(),
     "samples": {"distillation", "distillation.order", "distillation.shards"},

@@ -36,13 +36,23 @@ def private_directory() -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds a lock on ``path``, so that of processes that start together one builds and the others wait."""
-    from filelock import FileLock
+def locked(path: Path, busy: str = "") -> Iterator[None]:
+    """Holds a lock on ``path``, so that of processes that start together one builds and the others wait.
+
+    With a sentence for ``busy`` the others do not wait, but raise it as a ``BlockingIOError``.
+    """
+    from filelock import FileLock, Timeout
 
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with FileLock(path):
+    lock = FileLock(path, timeout=0 if busy else -1)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BlockingIOError(busy) from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def make(folder: Path) -> None:

@@ -64,7 +64,7 @@ def test_flags_and_a_yaml_file_mean_the_same_and_flags_come_first(told: list[Set
     [
         ([], "must be given: model (a folder, or a name on the hub), text ("),
         (["--model", "m", "--output", "o"], "must be given: text ("),
-        ([*FLAGS, "--init", "best"], "init must be one of plain, teacher: got 'best'"),
+        ([*FLAGS, "--init", "best"], "init must be one of plain, teacher, or a folder of indexers: got 'best'"),
         ([*FLAGS, "--length", "0"], "length must be at least 1: got 0"),
         ([*FLAGS, "--seed", "-1"], "seed must be at least 0: got -1"),
         ([*FLAGS, "--lr", "nan"], "lr must be above 0: got nan"),

@@ -48,6 +48,23 @@ def test_indexers_learn_and_their_folder_makes_the_model_sparse(
     assert selector == IndexerSelector(12, 64, normalise=True)  # an eighth of the length
 
 
+@pytest.mark.filterwarnings("ignore:a top-k of")
+def test_indexers_of_a_folder_are_trained_further_at_another_length(
+    tiny: Any, llama: Path, prose: Path, tmp_path: Path
+) -> None:
+    first = distill(tiny.settings(llama, prose, tmp_path / "first", steps=30, lr=1e-2, heads=2, log_every=30))
+    further = {"init": str(first.indexers), "length": 192, "lr": 1e-3}
+    distill(tiny.settings(llama, prose, tmp_path / "further", steps=2, log_every=1, **further))
+    distill(tiny.settings(llama, prose, tmp_path / "new", steps=1, length=192, heads=2, log_every=1))
+    begun, new = (curves(tmp_path / run)[0]["kl"] for run in ("further", "new"))
+    print(begun, new)
+    assert begun < 0.9 * new
+    with pytest.raises(ValueError, match=r"the indexers of .*first/indexers have heads = 2: got 4"):
+        distill(tiny.settings(llama, prose, tmp_path / "other", heads=4, **further))
+    with pytest.raises(ValueError, match="it is no folder of indexers"):
+        distill(tiny.settings(llama, prose, tmp_path / "other", init=str(tmp_path)))
+
+
 def test_a_nan_in_a_layers_activations_skips_the_step_counts_it_and_leaves_the_weights_whole(
     tiny: Any, prose: Path, tmp_path: Path
 ) -> None:

@@ -135,6 +135,22 @@ def test_a_packing_that_is_killed_and_resumed_has_the_same_bytes_with_any_number
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
 
 
+def test_a_folder_that_another_process_writes_is_refused_at_once(llama: Path, prose: Path, tmp_path: Path) -> None:
+    output = tmp_path / "corpus"
+    refusals: list[str] = []
+
+    def second(progress: tokenizing.Progress) -> None:
+        with pytest.raises(BlockingIOError, match=r"another process is writing .*corpus: wait for it") as refused:
+            tokenize(str(llama), [str(prose)], output)
+        refusals.append(str(refused.value))
+
+    tokenize(str(llama), [str(prose)], output, tell=second)
+    first = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert refusals
+    tokenize(str(llama), [str(prose)], output)  # the lock is free again
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == first
+
+
 @pytest.mark.slow
 def test_a_packing_whose_worker_is_killed_says_so_and_resumes(
     llama: Path, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +258,15 @@ def test_shards_that_do_not_fit_are_refused_with_the_reason(
     tokenize(str(llama), [str(prose)], corpus)
     with pytest.raises(TextError, match="was begun with another sources, or the text has changed"):
         tokenize(str(llama), [str(foreign.with_suffix(".ds.metadata"))], corpus)
+    changed = tmp_path / "changed.txt"
+    changed.write_text("one two three")
+    tokenize(str(llama), [str(changed)], tmp_path / "of-changed")
+    before = changed.stat()
+    changed.write_text("one two seven")
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))  # coarse clocks may not have moved
+    assert changed.stat().st_size == before.st_size
+    with pytest.raises(TextError, match="or the text has changed"):
+        tokenize(str(llama), [str(changed)], tmp_path / "of-changed")
     with pytest.raises(TextError, match="is there already and holds no shards"):
         tokenize(str(llama), [str(prose)], prose.parent)
     with pytest.raises(ValueError, match="has token shards, and the rest of the text has not"):

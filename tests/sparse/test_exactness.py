@@ -30,7 +30,7 @@ def case(backend, fuzz_seed, monkeypatch):
         monkeypatch.setattr(architecture, "INTERPRETED", config)
         for name, sizes in {"SCORES": (1, 1000, 1 << 24), "RANKED": (16, 64), "PIECE": (16, 32)}.items():
             monkeypatch.setattr(selection, name, rng.choice(sizes))
-    sizes = {"max_tokens": 16, "max_heads": 7} if backend == "triton" else {}
+    sizes = {"max_tokens": 12, "max_heads": 5} if backend == "triton" else {}
     return random_sparse_case(fuzz_seed, dtypes=DTYPES if backend == "tiled" else DTYPES[1:], **sizes)
 
 

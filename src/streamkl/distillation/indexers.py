@@ -1,4 +1,4 @@
-"""New indexers for a frozen model, with random weights or with weights computed from the teacher's."""
+"""Indexers to train for a frozen model: with random weights, with weights made of the teacher's, or trained ones."""
 
 from __future__ import annotations
 
@@ -9,35 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamkl.distillation.settings import Settings
+from streamkl.distillation.settings import INITS, Settings
 from streamkl.distillation.teacher import is_sharded
 from streamkl.indexer import HeadIndexer, Indexer, LightningIndexer
+from streamkl.integrations.saved.description import describe_indexer
 from streamkl.integrations.transformers.families import Family, GroupedQuery
-from streamkl.integrations.transformers.indexers import Indexers
+from streamkl.integrations.transformers.indexers import Indexers, load_indexers
 
-MADE_BY = ("heads", "head_dim", "activation", "init", "temperature")
+MADE_BY = ("heads", "head_dim", "activation", "temperature")
 """Settings of new indexers."""
 
 
 def make_indexers(backbone: Any, family: Family, settings: Settings) -> Indexers:
-    """An indexer per layer that sees all keys: the model's own where it has them, else new ones.
+    """An indexer per layer that sees all keys: the model's own where it has them, those of a folder, else new ones.
 
     They are in float32, for the optimizer, or in float64 if the model is; other weights of the model keep their dtype.
 
     The same seed gives the same weights. Attention modules that share the top-k of another layer have none.
 
     Raises:
-        ValueError: No layer of the model sees all keys, or settings of new indexers are given for a model that has its
-            own.
+        ValueError: No layer of the model sees all keys, the folder is not whole or of another model, or settings of new
+            indexers are given for a model that has its own, or with a folder.
     """
+    chosen = _chosen(settings)
     if not isinstance(family, GroupedQuery):
-        defaults = {f.name: f.default for f in fields(Settings)}
-        chosen = [name for name in MADE_BY if getattr(settings, name) != defaults[name]]
-        if chosen:
-            raise ValueError(f"a {family.name} model has indexers of its own: {', '.join(chosen)} cannot be chosen")
+        refused = [*chosen, *(["init"] if settings.init == "teacher" else [])]
+        if refused:
+            raise ValueError(f"a {family.name} model has indexers of its own: {', '.join(refused)} cannot be chosen")
+    dtype = torch.promote_types(next(backbone.parameters()).dtype, torch.float32)
+    if settings.init not in INITS:
+        trained, _ = load_indexers(settings.init, backbone)
+        found = describe_indexer(next(iter(trained.values())))
+        for name, value in chosen.items():
+            if (found[name] or "none") != value:
+                raise ValueError(f"the indexers of {settings.init} have {name} = {found[name]}: got {value}")
+        return trained.to(dtype)
     indexers = Indexers()
     generator = torch.Generator().manual_seed(settings.seed)
-    dtype = torch.promote_types(next(backbone.parameters()).dtype, torch.float32)
     for number, attention in sorted(family.attentions(backbone).items()):
         if not family.is_global(attention):
             continue
@@ -50,6 +58,12 @@ def make_indexers(backbone: Any, family: Family, settings: Settings) -> Indexers
             f"no layer of this {backbone.config.model_type} model attends to all keys: there is nothing to distill"
         )
     return indexers
+
+
+def _chosen(settings: Settings) -> dict[str, Any]:
+    """The settings of new indexers that are not the defaults."""
+    defaults = {f.name: f.default for f in fields(Settings)}
+    return {name: getattr(settings, name) for name in MADE_BY if getattr(settings, name) != defaults[name]}
 
 
 def _new(family: GroupedQuery, attention: Any, settings: Settings, generator: torch.Generator) -> Indexer:

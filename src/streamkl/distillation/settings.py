@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 DATASET = "dataset:"
@@ -11,7 +12,6 @@ DATASET = "dataset:"
 
 CHOICES = {
     "dtype": ("bfloat16", "float16", "float32"),
-    "init": ("plain", "teacher"),
     "row_weight": ("uniform", "late"),
     "activation": ("relu", "none"),
     "on_nan": ("skip", "stop"),
@@ -19,6 +19,9 @@ CHOICES = {
     "device": ("auto", "cpu"),
 }
 """Settings with a fixed set of values."""
+
+INITS = ("plain", "teacher")
+"""How new indexers get their weights."""
 
 NEEDED = {
     "model": "a folder, or a name on the hub",
@@ -128,7 +131,10 @@ class Settings(RunSettings):
     heads: int = _setting(1, "Index heads; several are summed with per-query weights.")
     head_dim: int = _setting(64, "Width of an index head.")
     activation: str = _setting("relu", "Activation of index scores: relu or none.")
-    init: str = _setting("plain", "plain, or teacher: from the query and key projections of the layer.")
+    init: str = _setting(
+        "plain",
+        "plain; teacher: from the query and key projections of the layer; or a folder of indexers to train further.",
+    )
     temperature: bool = _setting(False, "Learn a temperature of the scores.")
     keys: str = _setting(
         "all",
@@ -148,6 +154,8 @@ class Settings(RunSettings):
                 f"context_parallel and tensor_parallel both share each sequence: got {self.context_parallel} and "
                 f"{self.tensor_parallel}; choose one"
             )
+        if self.init not in INITS and not Path(self.init).is_dir():
+            raise ValueError(f"init must be one of {', '.join(INITS)}, or a folder of indexers: got {self.init!r}")
 
     def training(self) -> dict[str, Any]:
         """The settings that affect the trained weights: the number of selected keys does where only they are seen."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streamkl import durable
+from streamkl import cache, durable
 from streamkl.distillation.packing import texts
 from streamkl.distillation.settings import split_sources
 from streamkl.distillation.shards import INDEX, SUFFIX, dtype_of, fingerprint, read_index
@@ -88,26 +88,30 @@ def tokenize(
 
     Raises:
         TextError: A source cannot be read or has changed, or the folder holds something else.
+        BlockingIOError: Another process is writing the same folder.
         ChildProcessError: A worker was killed.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     sources = expand(text)
-    writer = Writer(output, {
+    about = {
         "format": 1, "tokenizer": {"name": model, "digest": fingerprint(tokenizer)}, "dtype": dtype_of(tokenizer),
-        "sources": [[name, _size(name)] for name in sources], "field": field, "encoding": encoding,
+        "sources": [[name, *_stamp(name)] for name in sources], "field": field, "encoding": encoding,
         "shard_tokens": shard_tokens,
-    })  # fmt: skip
-    if not writer.index["complete"]:
-        try:
-            for ids, ends, chunk in _tokenized(model, workers, chunks(sources, writer.position, field, encoding)):
-                writer.add(ids, ends, chunk)
-                tell(writer.progress)
-            writer.finish()
-        finally:
-            writer.leave()
-    tell(writer.progress)
+    }  # fmt: skip
+    busy = f"another process is writing {output}: wait for it, or name another output"
+    with cache.locked(output.with_name(f"{output.name}.lock"), busy):
+        writer = Writer(output, about)
+        if not writer.index["complete"]:
+            try:
+                for ids, ends, chunk in _tokenized(model, workers, chunks(sources, writer.position, field, encoding)):
+                    writer.add(ids, ends, chunk)
+                    tell(writer.progress)
+                writer.finish()
+            finally:
+                writer.leave()
+        tell(writer.progress)
     return writer.progress
 
 
@@ -194,7 +198,7 @@ class Writer:
         if self.tokens:
             self._close()
         if not self.index["shards"]:
-            raise TextError(f"no text in {', '.join(name for name, _ in self.index['sources'][:3])}")
+            raise TextError(f"no text in {', '.join(name for name, *_ in self.index['sources'][:3])}")
         self.index["complete"] = True
         self._write_index()
 
@@ -314,5 +318,7 @@ def _encode(texts: list[tuple[str, bool]]) -> Encoded:
     return np.concatenate(parts), ends
 
 
-def _size(source: str) -> int | None:
-    return Path(source).stat().st_size if Path(source).is_file() else None
+def _stamp(source: str) -> tuple[int, int] | tuple[()]:
+    """The size of a file, and when it was last written, in nanoseconds; nothing of a dataset."""
+    path = Path(source)
+    return (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else ()

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+HASTY = Path(__file__).with_name("hasty-g++")
 
 FAILED = (218,)
 """Seeds of `tests/contract/test_indexer.py` that broke the rule on some CPU: they are run with all instructions."""
@@ -49,7 +52,7 @@ def test_fuzz_with_fewer_instructions(isa: str, capability: str) -> None:
     """And ``products``, which the doctor shows, says what a CPU without half-precision products does."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
     if capability:
-        environment["ATEN_CPU_CAPABILITY"] = capability
+        environment |= {"ATEN_CPU_CAPABILITY": capability, "CXX": str(HASTY)}
     command = [sys.executable, "-c", FUZZ.replace("INDEXERS", str(FAILED))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert "products of bfloat16" in result.stdout, result.stderr[-3000:]

@@ -141,7 +141,8 @@ def without_float32(model: Any) -> None:
     [
         pytest.param("plain", False, torch.float32, marks=pytest.mark.nightly),  # inductor takes a minute for each
         pytest.param("padded left", True, torch.float32, marks=pytest.mark.nightly),
-        ("packed", True, torch.float64),
+        pytest.param("packed", True, torch.float64, marks=pytest.mark.nightly),
+        ("packed", False, torch.float64),
     ],
 )
 def test_so_are_those_of_a_student_that_inductor_compiles_in_one_graph(batch, checkpointing, dtype) -> None:
