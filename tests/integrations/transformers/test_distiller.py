@@ -137,19 +137,21 @@ def without_float32(model: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batch", "checkpointing", "dtype"),
+    ("batch", "checkpointing", "dtype", "compiler"),
     [
-        pytest.param("plain", False, torch.float32, marks=pytest.mark.nightly),  # inductor takes a minute for each
-        pytest.param("padded left", True, torch.float32, marks=pytest.mark.nightly),
-        pytest.param("packed", True, torch.float64, marks=pytest.mark.nightly),
-        ("packed", False, torch.float64),
+        ("packed", True, torch.float64, "aot_eager"),
+        *(
+            pytest.param(*case, "inductor", marks=pytest.mark.nightly)  # it takes more than a minute for each
+            for case in (("plain", False, torch.float32), ("padded left", True, torch.float32),
+                         ("packed", True, torch.float64))
+        ),
     ],
-)
-def test_so_are_those_of_a_student_that_inductor_compiles_in_one_graph(batch, checkpointing, dtype) -> None:
+)  # fmt: skip
+def test_so_are_those_of_a_student_that_is_compiled_in_one_graph(batch, checkpointing, dtype, compiler) -> None:
     torch._dynamo.reset()
     student, teacher = models(dtype)
     without_float32(student)
-    compiled = torch.compile(student, fullgraph=True)
+    compiled = torch.compile(student, fullgraph=True, backend=compiler)
     distiller = AttentionDistiller(student, teacher)
     if checkpointing:
         checkpoint_activations(student)
