@@ -20,7 +20,7 @@ test:
 	pytest -n 2
 
 test-fast:
-	pytest -n 2 -m 'not slow' --fuzz-seeds 60
+	pytest -n 2 -m 'not slow' --fuzz-seeds 15
 
 test-nightly:  ## everything: 2,000 fuzz seeds, every case in Triton's interpreter, and the tests that take minutes; hours
 	pytest -n 2 --nightly --fuzz-seeds 2000

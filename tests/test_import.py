@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 FORBIDDEN = ("triton", "transformers", "typer", "rich", "torch.distributed.tensor", "torch._dynamo")
@@ -68,6 +70,7 @@ def test_import_loads_nothing_that_it_does_not_need() -> None:
     assert fresh(LOADED.replace("{call}", "")) == "[]"
 
 
+@pytest.mark.slow
 def test_import_adds_at_most_three_tenths_of_a_second_to_torch() -> None:
     assert statistics.median(float(fresh(SECONDS)) for _ in range(3)) <= 0.3
 

@@ -89,6 +89,7 @@ def op_arguments() -> dict[str, tuple]:
 ARGUMENTS = op_arguments()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.streamkl, name.split("-")[0]).default, ARGUMENTS[name])

@@ -9,6 +9,7 @@ from streamkl.bench.cells import Cell
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_eager_adds_its_matrices_and_ours_does_not() -> None:
     cell = Cell.square(1, 2048, 16, dtype="float32", direction="training")
     hold = torch.ones(1 << 28)  # 1 GB that a child must not inherit into its peak

@@ -71,6 +71,7 @@ def test_every_suite_runs(suite: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_memory_is_measured_beside_time(tmp_path: Path) -> None:
     output = tmp_path / "bench.jsonl"
     result = bench("run", *SHAPE[:-1], "--memory", "--baselines", "none", "--output", str(output))
@@ -80,6 +81,7 @@ def test_memory_is_measured_beside_time(tmp_path: Path) -> None:
     assert line["extra_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_memory_is_measured_apart_and_limited(tmp_path: Path) -> None:
     arguments = (*SHAPE, "--isolated", "--baselines", "none", "--output", str(tmp_path / "bench.jsonl"))
     result = bench("run", *arguments, "--limit-mb", "1")

@@ -41,12 +41,14 @@ def assert_accurate(case: Case, backend: str) -> None:
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 def test_head_layouts(heads: Heads, teacher_lse: bool, backend: str) -> None:
     assert_accurate(make_case(1, heads=heads, causal=True, teacher_lse=teacher_lse), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("tokens", [(50, 50), (20, 67), (67, 20), (1, 40), (40, 1)], ids=str)
 def test_masks_with_any_number_of_queries_and_keys(tokens: tuple[int, int], mask: dict, backend: str) -> None:
@@ -60,6 +62,7 @@ def test_packed_sequences_of_unequal_lengths(heads: Heads, mask: dict, backend: 
     assert_accurate(make_case(3, heads=heads, batch=1, tokens=(63, 72), cu_seqlens=starts, **mask), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", DIMS)
 def test_head_dims(dim: int, backend: str) -> None:
     other = 64 if dim != 64 else 40
@@ -68,6 +71,7 @@ def test_head_dims(dim: int, backend: str) -> None:
     assert_accurate(make_case(4, dims=(other, dim), causal=True), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teacher", DTYPES, ids=str)
 @pytest.mark.parametrize("student", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [HEADS["gqa_both"], HEADS["odd_counts"]], ids=["per_head", "groups"])
@@ -78,6 +82,7 @@ def test_dtypes_of_teacher_and_student(heads: Heads, student: torch.dtype, teach
         assert_accurate(case, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["forward", "reverse"])
 @pytest.mark.parametrize("wanted", [STUDENT, TEACHER, STUDENT + TEACHER], ids=["student", "teacher", "both"])
 @pytest.mark.parametrize("activation", [None, "relu"])
@@ -102,6 +107,7 @@ def test_relu_student_of_a_head_mean(reduction: str, teacher_lse: bool, heads: H
     assert_accurate(case, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("per_head", [False, True], ids=["rows", "rows_and_heads"])
 @pytest.mark.parametrize("heads", [HEADS["gqa_both"], HEADS["odd_counts"]], ids=["per_head", "groups"])
@@ -117,6 +123,7 @@ def test_row_weights_and_reductions(
     assert_accurate(case, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_strides_and_alignments(seed: int, backend: str) -> None:
     """Each seed lays out the same kind of problem differently, surrounded by nan."""

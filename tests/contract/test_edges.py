@@ -55,6 +55,7 @@ def test_tokens_past_the_last_sequence_do_not_matter(backend) -> None:
     assert torch.equal(results.gradients["student_k"][17:], torch.zeros(6, 4, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [Heads(2, 2, 2, 2), Heads(4, 1, 2, 2)], ids=["per_head", "groups"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
@@ -226,6 +227,7 @@ HUGE = """
 """
 
 
+@pytest.mark.slow
 def test_strides_beyond_two_to_the_thirty_one(backend) -> None:
     script = textwrap.dedent(HUGE).replace("{backend!r}", repr(backend))
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)

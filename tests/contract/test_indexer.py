@@ -69,6 +69,7 @@ def test_at_least_half_of_the_random_problems_give_the_teachers_lse() -> None:
     assert sum(case.teacher_lse is not None for case in cases) >= 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2, 5, 8, 64])
 @pytest.mark.parametrize("activation", [None, "relu"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
@@ -82,6 +83,7 @@ def test_index_heads_with_and_without_relu_and_weights(teacher_lse, weighted, ac
     assert_accurate(case, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (576, 128), (59, 33)], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (24, 24), (32, 8), (128, 1)], ids=str)
 def test_teachers_of_any_heads_and_widths(heads, dims, backend) -> None:
@@ -89,6 +91,7 @@ def test_teachers_of_any_heads_and_widths(heads, dims, backend) -> None:
     assert_accurate(case, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
@@ -105,6 +108,7 @@ def test_masks_and_reductions(teacher_lse, reduction, mask, backend) -> None:
     assert_accurate(make_indexer_case(3, row_weight=weight, **options), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teacher", DTYPES, ids=str)
 @pytest.mark.parametrize("index", DTYPES, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])

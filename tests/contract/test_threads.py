@@ -44,6 +44,7 @@ def indexer_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [attention_cases, indexer_cases], ids=["attention_kl", "indexer_kl"])
 @pytest.mark.parametrize(
     ("engine", "torch_threads", "calls"),

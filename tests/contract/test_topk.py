@@ -54,6 +54,7 @@ def test_random_problem(fuzz_seed: int, backend: str, random_tiles) -> None:
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("wanted", [STUDENT, STUDENT + TEACHER], ids=["student", "both"])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
@@ -81,6 +82,7 @@ def test_selecting_every_key_is_the_dense_loss_of_an_indexer(reduction, teacher_
     assert errors.worst <= 1, str(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("pads", ["-1", "masked"])

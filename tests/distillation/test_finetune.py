@@ -144,6 +144,7 @@ def curves(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "curves.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_run_lowers_both_losses_and_its_result_is_a_sparse_model(
     llama: Path, prose: Path, indexers: str, tmp_path: Path, lora: int
@@ -170,6 +171,7 @@ def test_a_run_lowers_both_losses_and_its_result_is_a_sparse_model(
     assert torch.isfinite(model(torch.arange(40)[None]).logits).all()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_and_resumed_ends_with_the_same_bits(
     llama: Path, prose: Path, indexers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def peak_memory(layers: int, tokens: int, tiny: Any, folder: Path) -> int:
     return counted_peak(step)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_step_does_not_grow_with_the_layers_and_as_the_length(tiny: Any, tmp_path: Path) -> None:
     few, many = (peak_memory(layers, 1024, tiny, tmp_path) for layers in (8, 32))
     long = peak_memory(8, 2048, tiny, tmp_path)

@@ -21,6 +21,7 @@ def curves(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "curves.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a top-k of")
 @pytest.mark.parametrize("options", [{}, {"heads": 4, "init": "teacher", "temperature": True, "row_weight": "late"}])
 def test_indexers_learn_and_their_folder_makes_the_model_sparse(

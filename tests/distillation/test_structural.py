@@ -24,6 +24,7 @@ def saved(tiny: Any, model_type: str, folder: Path, **options: Any) -> Path:
     return tiny.save(folder, config_class(vocab_size=tiny.VOCABULARY, **{**SMALL, **options}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen2", "phi3"])
 def test_indexers_of_a_structural_model_learn_and_the_sparse_model_loads_back(
     tiny: Any, prose: Path, tmp_path: Path, model_type: str

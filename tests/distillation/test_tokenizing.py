@@ -281,6 +281,7 @@ def test_shards_that_do_not_fit_are_refused_with_the_reason(
         shards.find(str(corpus), tokenizer)
 
 
+@pytest.mark.slow
 def test_a_run_on_shards_has_the_bits_of_a_run_on_the_text(tiny: Any, llama: Path, tmp_path: Path) -> None:
     text = tiny.prose(tmp_path / "short.txt", 2000)  # all of which a run reads
     tokenize(str(llama), [str(text)], tmp_path / "corpus")

@@ -61,6 +61,7 @@ def count(case) -> Products:
     return products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [Heads(4, 2, 4, 2), Heads(6, 3, 2, 1), Heads(4, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("tokens", [(100, 100), (50, 130)], ids=str)
 def test_one_teacher_pass_for_loss_and_gradients_when_the_lse_is_given(tokens, heads, blocks) -> None:
@@ -74,6 +75,7 @@ def test_one_teacher_pass_for_loss_and_gradients_when_the_lse_is_given(tokens, h
     assert products.gradients(TEACHER_DIM) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("heads", [IndexerHeads(8, 2, 1), IndexerHeads(9, 3, 4), IndexerHeads(1, 1, 8)], ids=str)
 @pytest.mark.parametrize("tokens", [(100, 100), (50, 130)], ids=str)
@@ -89,6 +91,7 @@ def test_an_indexer_takes_one_teacher_pass_for_loss_and_all_gradients(tokens, he
     assert products.gradients(TEACHER_DIM) == 0
 
 
+@pytest.mark.slow
 def test_sixty_four_index_heads_take_no_more_rows_at_a_time_than_fit(blocks) -> None:
     """The teacher's tiles stay whole: their products must be those of the pass that computed their LSE."""
     case = make_indexer_case(0, heads=IndexerHeads(2, 1, 64), dims=(TEACHER_DIM, STUDENT_DIM), tokens=(64, 64), batch=1)
@@ -111,6 +114,7 @@ def test_a_head_mean_without_lse_costs_one_pass_more(blocks) -> None:
     assert count(case).logits(TEACHER_DIM) == 2 * 6 * causal_tiles(50, 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [STUDENT, STUDENT + TEACHER], ids=["student", "both"])
 def test_per_head_forward_and_one_pass_backward(wanted, blocks) -> None:
     case = make_case(0, heads=Heads(4, 4, 4, 4), dims=(TEACHER_DIM, STUDENT_DIM), batch=1, causal=True, wanted=wanted)

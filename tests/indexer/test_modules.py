@@ -195,6 +195,7 @@ def test_weights_stay_float32_beside_bfloat16_and_all_is_float64_in_float64() ->
     assert all(x.dtype == torch.float64 for x in doubled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_compile_traces_through_the_loss(kind) -> None:
     indexer, (q, k) = make(kind), teacher()

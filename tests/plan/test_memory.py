@@ -62,6 +62,7 @@ def test_the_peak_of_a_step_of_smollm2_at_8192_tokens_is_predicted_within_15_per
     assert 0.85 < compared(smollm2(), Run(8192, dtype="float32")) < 1.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "run"),
     [

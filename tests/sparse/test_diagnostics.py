@@ -33,6 +33,7 @@ def test_attention_mass_equals_its_definition(seed, sparse_case) -> None:
     torch.testing.assert_close(attention_mass(case.q, case.k, given, **case.mask), mean, msg=str(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_recall_equals_its_definition(seed, sparse_case) -> None:
     """The oracle's keys are those of `oracle_topk`, which `test_selection` holds to the definition."""

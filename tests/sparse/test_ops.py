@@ -86,6 +86,7 @@ def op_arguments() -> dict[str, tuple]:
 ARGUMENTS = op_arguments()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_opcheck(name: str) -> None:
     operator = name.split("-")[0]

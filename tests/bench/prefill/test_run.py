@@ -57,6 +57,7 @@ def test_dense_and_sparse_take_turns_and_everything_is_written(tmp_path) -> None
     assert json.loads(output.read_text().splitlines()[0])["machine"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own(tmp_path) -> None:
     from streamkl.bench.prefill.run import Job, _memory_alone
     from streamkl.testing import smollm2

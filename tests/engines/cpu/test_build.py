@@ -30,6 +30,7 @@ def start(*backends: str, **environment: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_that_start_together_share_one_build(small: Any) -> None:
     script = f"""
 from pathlib import Path
@@ -65,6 +66,7 @@ def test_without_a_compiler_auto_takes_tiled_and_the_named_engine_says_what_is_m
     assert process.returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "reason"),
     [("/bin/false", "the compiler failed: /bin/false"), ("/nonexistent/c++ -x", "no program '/nonexistent/c++'")],
@@ -180,6 +182,7 @@ def test_build_command_prints_where_the_library_is() -> None:
     assert Path(result.stdout.strip()).exists(), result.stderr
 
 
+@pytest.mark.slow
 def test_on_a_terminal_a_build_says_how_far_it_is_and_into_a_file_it_does_not(small: Any, tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path

@@ -18,6 +18,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["two_passes", "one_pass"])
 def test_repeated_calls_are_bit_equal(teacher_lse: bool, dtype: torch.dtype, threads) -> None:
@@ -38,6 +39,7 @@ def test_repeated_calls_are_bit_equal(teacher_lse: bool, dtype: torch.dtype, thr
             assert torch.equal(value, run[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("heads", [Heads(2, 1, 2, 1), Heads(4, 2, 1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -48,6 +50,7 @@ def test_any_number_of_threads_is_accurate(dtype: torch.dtype, heads: Heads, cou
     assert errors.worst <= 1, f"{errors}; {case}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [30.0, 3000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [Heads(), Heads(4, 2, 1, 1)], ids=["per_head", "mean"])
@@ -93,6 +96,7 @@ def test_a_tile_of_logits_that_are_minus_infinity_is_passed_over() -> None:
     torch.testing.assert_close(attention_lse(q, k, backend="cpu"), attention_lse(q, k[:, :, 300:], backend="cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["two_passes", "one_pass"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(dtype: str, path: str, allocations) -> None:
@@ -108,6 +112,7 @@ def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(dtype:
         assert peaks["rows"] <= 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_scratch_of_a_group_of_many_wide_heads(dtype: str, allocations) -> None:
     peaks = allocations(257, dtype, "one_pass", "cpu", heads=128, dim=576)

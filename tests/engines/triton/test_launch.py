@@ -252,6 +252,7 @@ def test_alignment_is_what_allows_loads_of_16_bytes() -> None:
     assert not is_aligned(torch.empty(1, 2, 8, 40, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_a_table_of_ones_own_replaces_rows(tmp_path: Path) -> None:
     path = tmp_path / "configs.json"
     path.write_text(json.dumps({"sm_90": {"paired": {"128": {"rows": 64, "keys": 32, "warps": 4, "stages": 1}}}}))

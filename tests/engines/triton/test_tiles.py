@@ -123,6 +123,7 @@ def test_training_with_a_teacher_lse_takes_one_teacher_and_four_student_products
     assert gradient_products(products, STUDENT_DIM) == (visited, visited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @pytest.mark.parametrize("heads", [IndexerHeads(1, 1, 3), IndexerHeads(4, 2, 1), IndexerHeads(6, 3, 5)], ids=str)
 def test_an_indexer_takes_one_teacher_product_per_head_and_tile(heads, causal, products) -> None:

@@ -51,6 +51,7 @@ def test_with_a_topk_of_all_keys_every_selector_is_the_dense_model(family, dense
     assert (model(ids).logits - dense.logits).abs().max() > 0.1, "fewer keys make a difference"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a top-k of")
 @pytest.mark.parametrize("keys", [TOKENS, BLOCK])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,6 +91,7 @@ def test_full_attention_between_linear_layers_keeps_packed_sequences_apart(famil
     assert (model(options["input_ids"]).logits - dense.logits).abs().max() > 0.1, "positions make a difference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_positions_split_sequences_where_they_do_so_under_sdpa_and_nowhere_else(family, dense_of) -> None:

@@ -138,6 +138,7 @@ def changed(value: Any, changes: list[tuple[int, str, Any]]) -> Any:
     return root.get("root")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(changes=CHANGES)
 def test_a_description_with_any_change_loads_or_is_a_value_error(saved: Saved, changes: Any) -> None:

@@ -74,6 +74,7 @@ def check(trainer: Any, after: dict[str, torch.Tensor], losses: dict[str, float]
         assert logged[name] == pytest.approx(value, rel=1e-4), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("micro_batch", "steps"), [(1, 4), (4, 1), (2, 2)])
 @pytest.mark.parametrize(("lm", "logits"), [(1.0, 0.0), (0.0, 0.0), (0.5, 2.0)])
 def test_a_step_is_that_of_the_matrices_however_a_batch_is_cut(lm, logits, micro_batch, steps, tmp_path) -> None:

@@ -44,6 +44,7 @@ def gradients(case: Case, threads: int) -> dict[str, torch.Tensor]:
     ).gradients  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["window", "one_pass", "two_passes", "indexer"])
 def test_64_threads_have_one_dk_and_scratch_of_their_own(path: str, allocations) -> None:
     """A dK for each would be 134 MB, which is more than all scratch."""
@@ -54,6 +55,7 @@ def test_64_threads_have_one_dk_and_scratch_of_their_own(path: str, allocations)
     assert many["scratch"] <= 64 * 1.1 * one["scratch"]
 
 
+@pytest.mark.slow
 def test_64_threads_on_selected_keys_have_no_more_dks_than_take_as_much_as_the_indices(allocations) -> None:
     one, many = (allocations(8193, "float32", "topk", "cpu", threads=threads) for threads in (1, 64))
     indices, dk = 96 * 8, 64 * 4  # bytes per token

@@ -46,6 +46,7 @@ def run(case: Case, **options) -> dict[str, torch.Tensor]:
     return evaluate(function, case.tensors, case, **options).named()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["heads", "groups", "indexer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("teacher_lse", [False, True], ids=["", "lse"])
@@ -78,6 +79,7 @@ def test_keys_whose_logits_are_minus_infinity_are_passed_over() -> None:
     torch.testing.assert_close(*lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["heads", "groups", "indexer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_repeated_calls_are_bit_equal(dtype: torch.dtype, kind: str, threads) -> None:
@@ -131,6 +133,7 @@ def test_this_engine_checks_topk_indices_itself(monkeypatch: pytest.MonkeyPatch)
         run(case)
 
 
+@pytest.mark.slow
 def test_scratch_of_a_thread_is_small_and_does_not_grow_with_the_sequence(allocations) -> None:
     short, long = (allocations(tokens, "bfloat16", "topk", "cpu", threads=1) for tokens in (1025, 8193))
     print(f"{short} at 1,025 tokens, {long} at 8,193")

@@ -28,6 +28,7 @@ def case_of(dtype: torch.dtype, indices: Tensor, query_block: int = 1, **mask) -
     return SparseCase(0, q, k, v, (q, k[:, 0], None), indices, query_block, SELECTED, None, masks, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("query_block", [1, 3, 16])
 @pytest.mark.parametrize("mask", [{}, {"causal": False}, {"window": (20, -1)}], ids=["causal", "full", "window"])
@@ -37,6 +38,7 @@ def test_neighbours_with_and_without_keys_in_common(dtype, query_block, mask, ap
     assert check_sparse_attention(case, backend="cpu").worst <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group", [1, 3])
 def test_unions_of_more_than_a_tile(dtype, group) -> None:
