@@ -44,15 +44,12 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    lock = FileLock(path, timeout=0 if busy else -1)
     try:
-        lock.acquire()
+        held = FileLock(path).acquire(timeout=0 if busy else -1)
     except Timeout:
         raise BlockingIOError(busy) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def make(folder: Path) -> None:

@@ -135,6 +135,15 @@ def test_a_packing_that_is_killed_and_resumed_has_the_same_bytes_with_any_number
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
 
 
+def test_the_folder_may_be_the_one_that_one_is_in(
+    llama: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert tokenize(str(llama), [str(prose)], Path(".")).shards == 1
+    assert (tmp_path / "here" / shards.INDEX).is_file()
+
+
 def test_a_folder_that_another_process_writes_is_refused_at_once(llama: Path, prose: Path, tmp_path: Path) -> None:
     output = tmp_path / "corpus"
     refusals: list[str] = []

@@ -101,7 +101,8 @@ def tokenize(
         "shard_tokens": shard_tokens,
     }  # fmt: skip
     busy = f"another process is writing {output}: wait for it, or name another output"
-    with cache.locked(output.with_name(f"{output.name}.lock"), busy):
+    place = output.resolve()  # "." has a name, and a link is the folder that it names
+    with cache.locked(place.with_name(f"{place.name}.lock"), busy):
         writer = Writer(output, about)
         if not writer.index["complete"]:
             try:
@@ -320,5 +321,7 @@ def _encode(texts: list[tuple[str, bool]]) -> Encoded:
 
 def _stamp(source: str) -> tuple[int, int] | tuple[()]:
     """The size of a file, and when it was last written, in nanoseconds; nothing of a dataset."""
-    path = Path(source)
-    return (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else ()
+    if not Path(source).is_file():
+        return ()
+    found = Path(source).stat()
+    return found.st_size, found.st_mtime_ns

@@ -79,11 +79,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def _launch_key(launch: Launch, arch: str, aligned: bool) -> str:
     """A digest of the kernel and all that it calls, its config, and its arguments."""
     arguments = {name: _described(value) for name, value in launch.arguments.items()}
-    cut = (sources(launch.kernel), arguments, launch.constants, launch.warps, launch.stages)
+    cut = (_sources(launch.kernel), arguments, launch.constants, launch.warps, launch.stages)
     return _digest(arch, aligned, cut)
 
 
-def sources(kernel: Any) -> dict[str, Any]:
+def _sources(kernel: Any) -> dict[str, Any]:
     """The source of a kernel and of all functions that it calls, and the constants of their modules that they read.
 
     Triton's own ``cache_key`` leaves out some constants, and which depends on the kernels that were hashed before.
@@ -92,13 +92,13 @@ def sources(kernel: Any) -> dict[str, Any]:
     waiting = [kernel]
     while waiting:
         function = waiting.pop()
-        name = f"{function.__module__}.{function.__name__}"
-        if name in found:
+        whole_name = f"{function.__module__}.{function.__name__}"
+        if whole_name in found:
             continue
-        read = {name: function.__globals__.get(name) for name in function.fn.__code__.co_names}
-        waiting += [value for value in read.values() if isinstance(value, triton.JITFunction)]
-        constants = {name: value for name, value in read.items() if isinstance(value, (int, float, tl.constexpr))}
-        found[name] = (function.src, constants)
+        seen = {name: function.__globals__.get(name) for name in function.fn.__code__.co_names}
+        waiting += [value for value in seen.values() if isinstance(value, triton.JITFunction)]
+        constants = {name: value for name, value in seen.items() if isinstance(value, (int, float, tl.constexpr))}
+        found[whole_name] = (function.src, constants)
     return dict(sorted(found.items()))
 
 
