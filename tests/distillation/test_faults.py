@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,7 +24,7 @@ from streamkl.distillation import checkpoints, curves
 
 WORKER = Path(__file__).parents[1] / "workers" / "elastic.py"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-PATIENCE = 600
+PATIENCE = 300
 """Seconds after which a run counts as hanging."""
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ class Ranks:
         """Waits until a step was logged."""
         until = time.monotonic() + PATIENCE
         while logged(self.output) < step:
-            assert time.monotonic() < until, f"step {step} does not come"
+            assert time.monotonic() < until, f"step {step} does not come: {self.stacks()}"
             assert not (self.folder / "ended").exists(), f"it ended before step {step}: {self.said()}"
             time.sleep(0.002)
 
@@ -74,9 +75,17 @@ class Ranks:
         """Whether the run succeeded, when it has ended."""
         until = time.monotonic() + PATIENCE
         while not (self.folder / "ended").exists():
-            assert time.monotonic() < until, f"it hangs: {self.said()}"
+            assert time.monotonic() < until, f"it hangs: {self.stacks()}"
             time.sleep(0.01)
         return json.loads((self.folder / "ended").read_text())
+
+    def stacks(self) -> str:
+        """Where each rank is, after what it wrote to stderr: what to look at when a run hangs."""
+        for rank in range(self.ranks):
+            with contextlib.suppress(ProcessLookupError):
+                self.send(rank, signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(self.said()))
 
     def said(self) -> list[str]:
         """What each rank wrote to stderr in its last life."""

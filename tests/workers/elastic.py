@@ -8,6 +8,7 @@ are forked from one process that has imported everything and computed nothing, s
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -59,12 +60,26 @@ def fail(output: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def wait_for_forks(folder: Path, number: int) -> None:
+    """Waits until all ranks of this attempt are forked, before this one connects to the agent.
+
+    The agent looks up the name of each rank that connects; a rank that is forked at that moment inherits the lock of
+    glibc's resolver, which nobody will ever open, and hangs in its own first look-up.
+    """
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (folder / f"forked-{attempt}-{number}").touch()
+    while len(list(folder.glob(f"forked-{attempt}-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.001)
+
+
 def rank(request: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
+    faulthandler.register(signal.SIGUSR1)  # says where each thread is
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has that of the agent
     number, folder = int(os.environ.get("RANK", "0")), Path(request["folder"])
     (folder / f".pid-{number}").write_text(str(os.getpid()))
     os.replace(folder / f".pid-{number}", folder / f"pid-{number}")  # never half written
+    wait_for_forks(folder, number)
     counted(folder, number)
     settings = Settings(**request["settings"])
     if request.get("failing") == number:
