@@ -1,4 +1,4 @@
-.PHONY: install format lint types docs test test-fast test-nightly test-oldest test-vllm faults fuzz fuzz-triton mutants kernels bench memory long-context wheel quickstart ci
+.PHONY: install format lint types docs test test-fast test-nightly test-oldest test-vllm faults fuzz fuzz-triton mutants kernels bench memory recipes long-context wheel quickstart ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -54,6 +54,10 @@ memory:  ## measures, and draws docs/images/memory.png
 	rm -f benchmarks/results/memory.jsonl
 	streamkl bench run memory --output benchmarks/results/memory.jsonl
 	streamkl bench plot benchmarks/results/memory.jsonl --output docs/images
+
+recipes:  ## attention KL between models: TEXT=books/train HELD_OUT=books/test, and NEW=, NEW_HELD_OUT= for continual learning; hours, resumable
+	python benchmarks/attention_recipes.py rope --text $(TEXT) --held-out $(HELD_OUT)
+	python benchmarks/attention_recipes.py continual --text $(NEW) --held-out $(NEW_HELD_OUT) --old $(HELD_OUT)
 
 long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
 	streamkl bench run --shape 1x1x131072x64 --dtype float32 --direction training --backend tiled \

@@ -413,6 +413,7 @@ TRANSFORMERS = {
     "families/compressed": set(),
     "families/deepseek_v4": {"families.base", "families.compressed"},
     "families/glm5_next": {"families.base", "families.compressed", "families.dsa"},
+    "families/qwen4_exp": {"families.base", "families.compressed"},
     "families/glm_moe_dsa": {"families.dsa"},
     "families/structural": {"families.base"},
     "families/axk2": {"families.dsa"},
@@ -439,6 +440,7 @@ TRANSFORMERS = {
             "qwen3",
             "qwen3_5",
             "qwen3_next",
+            "qwen4_exp",
             "structural",
         )
     },

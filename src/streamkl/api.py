@@ -36,7 +36,7 @@ def attention_kl(
     teacher_rest: Tensor | None = None,
     row_weight: Tensor | None = None,
     divergence: Literal["forward", "reverse"] = "forward",
-    target: Literal["token", "block_sum"] = "token",
+    target: Literal["token", "block_sum", "block_max"] = "token",
     reduction: Literal["mean", "sum", "none"] = "mean",
     deterministic: bool | None = None,
     backend: Backend = "auto",
@@ -99,10 +99,10 @@ def attention_kl(
         row_weight: ``[B, Nq]`` or ``[B, R, Nq]``, packed ``[Tq]`` or ``[R, Tq]``: not negative, a constant.
         divergence: ``"forward"`` is KL(teacher || student), ``"reverse"`` KL(student || teacher), the latter for
             ``R == H``.
-        target: ``"token"``, or ``"block_sum"``: ``teacher_k`` then has ``r`` keys for each of the student's, ``Nk * r``
-            in all, and the target of a key is the sum of the teacher's attention to its ``r``. Masks, ``cu_seqlens_k``
-            and ``topk_indices`` are those of the student's keys, and ``teacher_lse`` is over all keys of those that
-            they allow.
+        target: ``"token"``, or ``"block_sum"`` or ``"block_max"``: ``teacher_k`` then has ``r`` keys for each of the
+            student's, ``Nk * r`` in all, and the target of a key is the sum of the mean attention to its ``r``, or the
+            largest, with a sum of 1 over the keys. Masks, ``cu_seqlens_k`` and ``topk_indices`` are those of the
+            student's keys, and ``teacher_lse`` is over all keys of those that they allow; ``"block_max"`` takes none.
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, R, Nq]``, packed ``[R, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.
@@ -191,7 +191,7 @@ def indexer_kl(
     cu_seqlens_k: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     row_weight: Tensor | None = None,
-    target: Literal["token", "block_sum"] = "token",
+    target: Literal["token", "block_sum", "block_max"] = "token",
     reduction: Literal["mean", "sum", "none"] = "mean",
     deterministic: bool | None = None,
     backend: Backend = "auto",
@@ -251,10 +251,10 @@ def indexer_kl(
             are seen by no query, and padded queries see no key. A mask with holes is refused; on GPUs this is checked
             only under ``STREAMKL_CHECK=1``.
         row_weight: ``[B, Nq]`` or ``[B, 1, Nq]``, packed ``[Tq]`` or ``[1, Tq]``: not negative, a constant.
-        target: ``"token"``, or ``"block_sum"``: ``teacher_k`` then has ``r`` keys for each of the indexer's, ``Nk * r``
-            in all, and the target of a key is the sum of the teacher's attention to its ``r``. Masks, ``cu_seqlens_k``
-            and ``topk_indices`` are those of the indexer's keys, and ``teacher_lse`` is over all keys of those that
-            they allow.
+        target: ``"token"``, or ``"block_sum"`` or ``"block_max"``: ``teacher_k`` then has ``r`` keys for each of the
+            indexer's, ``Nk * r`` in all, and the target of a key is the sum of the mean attention to its ``r``, or the
+            largest, with a sum of 1 over the keys. Masks, ``cu_seqlens_k`` and ``topk_indices`` are those of the
+            indexer's keys, and ``teacher_lse`` is over all keys of those that they allow; ``"block_max"`` takes none.
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, 1, Nq]``, packed ``[1, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.

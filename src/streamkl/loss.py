@@ -48,34 +48,32 @@ class Operators:
 
 
 class BlockHeads(NamedTuple):
-    """Heads ``[outer, block, inner]`` that each read one key of every block, in place of ``outer * inner`` heads.
+    """Heads ``[groups, block, heads]`` that each read one key of every block, in place of ``groups * heads`` heads.
 
     A block's probability is then the sum over ``block`` of its heads, and the mean over all of them is that of blocks.
-    The ``inner`` heads of an outer one read the same key head, and belong to the same head group.
+    The heads of a group that read the same key of a block are consecutive: a run of them has that key's mean.
     """
 
-    outer: int
+    groups: int
     block: int
-    inner: int
-
-    @classmethod
-    def of(cls, heads: int, kv_heads: int, groups: int, block: int) -> BlockHeads:
-        """Those of heads that read ``kv_heads`` and belong to ``groups``."""
-        inner = math.gcd(heads // kv_heads, heads // groups)
-        return cls(heads // inner, block, inner)
+    heads: int
 
     def queries(self, x: Tensor) -> Tensor:
-        """``[B, outer * block * inner, ...]`` of ``[B, outer * inner, ...]``, copied."""
-        x = x.unflatten(1, (self.outer, self.inner)).unsqueeze(2)
+        """``[B, groups * block * heads, ...]`` of ``[B, groups * heads, ...]``, copied."""
+        x = x.unflatten(1, (self.groups, self.heads)).unsqueeze(2)
         return x.expand(-1, -1, self.block, *x.shape[3:]).flatten(1, 3)
 
     def keys(self, k: Tensor) -> Tensor:
-        """``[B, outer * block, blocks, D]`` of ``[B, Hkv, blocks * block, D]``."""
-        k = k.repeat_interleave(self.outer // k.shape[1], 1) if self.outer > k.shape[1] else k
-        return k.unflatten(2, (-1, self.block)).transpose(2, 3).flatten(1, 2)
+        """``[B, groups * block * key heads, blocks, D]`` of ``[B, Hkv, blocks * block, D]``.
+
+        Key heads that several groups read are repeated for each of them.
+        """
+        k = k.repeat_interleave(math.lcm(k.shape[1], self.groups) // k.shape[1], 1)
+        k = k.unflatten(2, (-1, self.block)).unflatten(1, (self.groups, -1))  # [B, groups, heads, blocks, block, D]
+        return k.permute(0, 1, 4, 2, 3, 5).flatten(1, 3)
 
     def stats(self, m: Tensor, ln_l: Tensor) -> tuple[Tensor, Tensor]:
-        """``(m, ln l)`` ``[B, outer * inner, Nq]`` over all keys, from those of each key of a block."""
+        """``(m, ln l)`` ``[B, groups * heads, Nq]`` over all keys, from those of each key of a block."""
         m, ln_l = (x.unflatten(1, self) for x in (m, ln_l))
         top = m.amax(2)
         more = ((m - top.unsqueeze(2)) + ln_l).logsumexp(2)
@@ -103,7 +101,8 @@ def attention_kl(
     rest = None if arguments.teacher_rest is None else arguments.teacher_rest.detach()
     lse = given = None if arguments.teacher_lse is None else arguments.teacher_lse.detach()
     relu = student_activation == "relu"
-    numbers = (arguments.head_summed, keys.left, keys.right, keys.key_span, arguments.deterministic, backend)
+    runs = arguments.block if arguments.block_max else 1
+    numbers = (arguments.head_summed, keys.left, keys.right, keys.key_span, runs, arguments.deterministic, backend)
     if divergence == "forward":
         a_q, a_k, b_q, b_k = arguments.teacher_q, arguments.teacher_k, arguments.student_q, arguments.student_k
         options = Options(teacher_scale, student_scale, False, relu, *numbers)
@@ -115,7 +114,7 @@ def attention_kl(
     blocks = None
     if arguments.block > 1:  # without gradients to side a
         groups = 1 if arguments.head_summed else b_q.shape[1]
-        blocks = BlockHeads.of(a_q.shape[1], a_k.shape[1], groups, arguments.block)
+        blocks = BlockHeads(groups, arguments.block, a_q.shape[1] // groups)
         a_q, a_k = blocks.queries(a_q), blocks.keys(a_k)
     tensors = Tensors(a_q, a_k, b_q, b_k, b_w, keys.topk, keys.cu_seqlens_q, keys.cu_seqlens_k)
     dtype = compute_dtype(a_q.dtype, b_q.dtype)
@@ -224,7 +223,12 @@ def _teacher_row_stats(
         m, ln_l = _weighed_by_share(m, ln_l, rest, 1 if options.b_head_summed else tensors.b_q.shape[1])
     if blocks is None:
         return m, ln_l
-    return blocks.queries(m), blocks.queries(ln_l - math.log(blocks.block))  # the mean is a sum over a block's keys
+    if options.runs == 1:  # the mean is a sum over a block's keys
+        return blocks.queries(m), blocks.queries(ln_l - math.log(blocks.block))
+    m, ln_l = blocks.queries(m), blocks.queries(ln_l)
+    *_, mass = operators.mixture_rows(tensors.detached(), m, ln_l, True, options)
+    mass = torch.where(mass > 0, mass, 1.0).repeat_interleave(blocks.block * blocks.heads, 1)  # 0 for a dead row
+    return m, ln_l + mass.log()  # the largest of each block's keys sum to 1
 
 
 def _weighed_by_share(m: Tensor, ln_l: Tensor, rest: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ _TENSORS = f"Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, {_KEYS
 _STATS = "Tensor m_a, Tensor ln_l_a, Tensor m_b, Tensor ln_l_b"
 _OPTIONS = (
     "float? a_scale, float? b_scale, bool a_relu, bool b_relu, bool b_head_summed, SymInt? left, SymInt? right, "
-    "SymInt key_span, bool deterministic, str backend"
+    "SymInt key_span, SymInt runs, bool deterministic, str backend"
 )
 SCHEMAS = {
     "logsumexp": f"(Tensor q, Tensor k, Tensor? w, {_KEYS}, float? scale, bool relu, bool head_summed, "
@@ -62,6 +62,10 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
 
+    def detached(self) -> Tensors:
+        """Those of a pass without gradients."""
+        return Tensors._make(None if x is None else x.detach() for x in self)
+
 
 class Options(NamedTuple):
     """The numbers of a divergence, in the order of its schema."""
@@ -74,6 +78,7 @@ class Options(NamedTuple):
     left: int | None
     right: int | None
     key_span: int
+    runs: int
     deterministic: bool
     backend: str
 
@@ -125,7 +130,7 @@ def _problem(given: Any) -> tuple[engines.Engine, Problem, Inputs]:
     inputs: Inputs = fields_of(Inputs, given)
     a = Side.of(inputs.a_q, inputs.a_k, given.a_scale, given.a_relu)
     b = Side.of(inputs.b_q, inputs.b_k, given.b_scale, given.b_relu, given.b_head_summed)
-    problem = Problem(a, b, _support(inputs.b_q, inputs.b_k, given), given.deterministic)
+    problem = Problem(a, b, _support(inputs.b_q, inputs.b_k, given), given.deterministic, given.runs)
     return engines.choose(given.backend, inputs.b_q.device, problem).engine, problem, inputs
 
 

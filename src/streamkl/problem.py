@@ -286,13 +286,15 @@ class Problem:
     """One divergence ``KL(a || b)``: side ``a`` is the target, side ``b`` is compared with it.
 
     Forward KL has the teacher on side ``a``, reverse KL the student. Distribution ``r`` of ``b`` is compared with the
-    mean of its head group: the ``head_group`` consecutive heads of ``a`` that start at ``r * head_group``.
+    mean of its head group: the ``head_group`` consecutive heads of ``a`` that start at ``r * head_group``. Where a
+    group is several ``runs`` of as many heads, the target is the largest of the runs' means, key by key.
     """
 
     a: Side
     b: Side
     support: Support
     deterministic: bool = False
+    runs: int = 1
 
     @property
     def distributions(self) -> int:

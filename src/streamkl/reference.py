@@ -48,8 +48,8 @@ def attention_kl(
     b = logits(student_q, student_k, student_scale)  # [B, R, Nq, Nk]
     if student_activation == "relu":
         b = b.relu()
-    assert target == "block_sum" or a.shape[3] == b.shape[3]
-    return _reduced(*_rows(a, b, allowed, divergence, teacher_rest), row_weight, reduction, packed)
+    assert target != "token" or a.shape[3] == b.shape[3]
+    return _reduced(*_rows(a, b, allowed, divergence, teacher_rest, target), row_weight, reduction, packed)
 
 
 def indexer_kl(
@@ -84,8 +84,8 @@ def indexer_kl(
     allowed = allowed.to(teacher_q.device)
     a = logits(teacher_q.detach(), teacher_k.detach(), teacher_scale)  # [B, H, Nq, Nk], or several keys for each
     b = index_logits(index_q, index_k, index_w, index_scale, activation)  # [B, 1, Nq, Nk]
-    assert target == "block_sum" or a.shape[3] == b.shape[3]
-    return _reduced(*_rows(a, b, allowed, "forward", teacher_rest), row_weight, reduction, packed)
+    assert target != "token" or a.shape[3] == b.shape[3]
+    return _reduced(*_rows(a, b, allowed, "forward", teacher_rest, target), row_weight, reduction, packed)
 
 
 def attention_lse(
@@ -271,11 +271,13 @@ def for_heads(allowed: Tensor, heads: int) -> Tensor:
     return allowed if allowed.dim() == 2 else allowed.repeat_interleave(heads // allowed.shape[1], dim=1)
 
 
-def _rows(a: Tensor, b: Tensor, allowed: Tensor, divergence: str, teacher_rest: Tensor | None) -> tuple[Tensor, Tensor]:
+def _rows(
+    a: Tensor, b: Tensor, allowed: Tensor, divergence: str, teacher_rest: Tensor | None, target: str
+) -> tuple[Tensor, Tensor]:
     """The divergence of each row, ``[B, R, Nq]``, and which rows see a key, from logits ``[B, heads, Nq, Nk]``.
 
     A probability of 0 adds 0 (``0 ln 0 = 0``), unless the other logit is not finite: that makes nan of the row. Where
-    ``a`` has several keys for each of ``b``, their probabilities are summed.
+    ``a`` has several keys for each of ``b``, their probabilities are summed, or the largest is taken.
     """
     dtype = torch.promote_types(a.dtype, b.dtype)
     allowed_a, allowed = (for_heads(allowed, x.shape[1]) for x in (a, b))
@@ -289,8 +291,9 @@ def _rows(a: Tensor, b: Tensor, allowed: Tensor, divergence: str, teacher_rest: 
     log_p = log_p.unflatten(1, (b.shape[1], -1))
     log_p = log_p.logsumexp(2) - math.log(log_p.shape[2])  # from [B, R, H/R, Nq, Nk]
     if block > 1:
-        log_p = log_p.unflatten(3, (-1, block)).logsumexp(4)
-    if teacher_rest is not None:
+        log_p = log_p.unflatten(3, (-1, block))
+        log_p = log_p.amax(4) if target == "block_max" else log_p.logsumexp(4)
+    if teacher_rest is not None or target == "block_max":
         log_p = log_softmax(log_p, allowed)  # of what the mean has on the allowed keys
     log_q = log_softmax(b.to(dtype), allowed)
     if divergence == "reverse":

@@ -43,7 +43,7 @@ class KLArguments(NamedTuple):
     """The checked arguments of a loss: q and k ``[B, H, N, D]``, row tensors ``[B, heads, Nq]``.
 
     An indexer is a head-summed student, with weights ``student_w`` or without. ``teacher_k`` has ``block`` keys for
-    each of the student's.
+    each of the student's, whose target is their sum, or their maximum if ``block_max``.
     """
 
     teacher_q: Tensor
@@ -58,6 +58,7 @@ class KLArguments(NamedTuple):
     row_weight: Tensor | None
     deterministic: bool
     block: int = 1
+    block_max: bool = False
 
 
 class LSEArguments(NamedTuple):
@@ -145,13 +146,14 @@ def attention_kl_arguments(
         )
 
     keys = _with_topk(keys, topk_indices, student_q, distributions, "student_q")
+    _refuse_lse_of_block_max(target, teacher_lse)
     teacher_lse = _log_sum_exp("teacher_lse", teacher_lse, student_q, heads, keys)
     teacher_rest = _log_sum_exp("teacher_rest", teacher_rest, student_q, heads, keys)
     row_weight = _row_weight(row_weight, student_q, distributions, keys)
     _refuse_token_shards(dict(zip(named, (teacher_q, teacher_k, student_q, student_k), strict=True)), keys)
     return KLArguments(
         teacher_q, teacher_k, student_q, student_k, None, False, keys, teacher_lse, teacher_rest,
-        row_weight, _deterministic(deterministic), block,
+        row_weight, _deterministic(deterministic), block, target == "block_max",
     )  # fmt: skip
 
 
@@ -202,13 +204,14 @@ def indexer_kl_arguments(
     if index_w is not None:
         index_w = _index_weight(index_w, index_q, keys)
     keys = _with_topk(keys, topk_indices, index_q, 1, "the indexer")
+    _refuse_lse_of_block_max(target, teacher_lse)
     teacher_lse = _log_sum_exp("teacher_lse", teacher_lse, index_q, teacher_q.shape[1], keys)
     teacher_rest = _log_sum_exp("teacher_rest", teacher_rest, index_q, teacher_q.shape[1], keys)
     row_weight = _row_weight(row_weight, index_q, 1, keys)
     _refuse_token_shards(dict(zip(named, (teacher_q, teacher_k, index_q, index_k), strict=True)), keys)
     return KLArguments(
         teacher_q.detach(), teacher_k.detach(), index_q, index_k, index_w, True, keys, teacher_lse, teacher_rest,
-        row_weight, _deterministic(deterministic), block,
+        row_weight, _deterministic(deterministic), block, target == "block_max",
     )  # fmt: skip
 
 
@@ -458,7 +461,7 @@ def _check_pair(side: str, q: Tensor, k: Tensor, same_batch: bool = True) -> Non
 
 def _check_target(target: str, queries: dict[str, Tensor], keys: dict[str, Tensor], packed: bool) -> int:
     """Checks that both sides have the same queries, and the same keys or blocks of them; how many keys a block has."""
-    _check_choice("target", target, ("token", "block_sum"))
+    _check_choice("target", target, ("token", "block_sum", "block_max"))
     if target == "token":
         _check_tokens(queries, keys, packed=packed)
         return 1
@@ -468,9 +471,17 @@ def _check_target(target: str, queries: dict[str, Tensor], keys: dict[str, Tenso
     tokens, blocks = teacher.shape[2], student.shape[2]
     if tokens != 0 and (blocks == 0 or tokens % blocks):
         raise ValueError(
-            f"target='block_sum' takes a whole number of {teacher_name} per {student_name}: got {tokens} and {blocks}"
+            f"target={target!r} takes a whole number of {teacher_name} per {student_name}: got {tokens} and {blocks}"
         )
     return tokens // blocks if tokens else 1
+
+
+def _refuse_lse_of_block_max(target: str, teacher_lse: Tensor | None) -> None:
+    """Refuses a log-sum-exp that no sum over the keys could be checked with."""
+    if target == "block_max" and teacher_lse is not None:
+        raise ValueError(
+            "teacher_lse is not taken with target='block_max', whose pass does not sum over the keys: leave it out"
+        )
 
 
 def _check_tokens(*sides: dict[str, Tensor], packed: bool) -> None:

@@ -20,16 +20,20 @@ from streamkl.integrations.transformers.families import family_of
 from streamkl.testing.tiny_models import OWN_INDEXERS, tiny_config, tiny_model, tokens
 
 TOKENS = 26
-KEYS = {"minimax_m3_vl": 12, "deepseek_v4": 3, "glm5_next": 9}
+KEYS = {"minimax_m3_vl": 12, "deepseek_v4": 3, "glm5_next": 9, "qwen4_exp": 9}
 """How many keys a query of a tiny model selects, of others 6."""
 
 
 class Scored(NamedTuple):
-    """An indexer's scores ``[B, groups, N, keys]``, which of them a query sees, and which it selects."""
+    """An indexer's scores ``[B, groups, N, keys]``, which of them a query sees, and which it selects.
+
+    ``pooled`` is how the attention to a key's tokens is made one number, where it stands for several.
+    """
 
     scores: Tensor
     seen: Tensor
     selected: Tensor
+    pooled: Callable[..., Tensor] = torch.sum
 
 
 class Attention(NamedTuple):
@@ -117,6 +121,9 @@ def own_scores(own: Any, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPa
         patch.setattr(torch.Tensor, "topk", topk)
         if "attention_mask" in given and not isinstance(given["attention_mask"], Tensor):
             given.update(attention_mask=seen.expand(hidden.shape[0], -1, -1), past_key_values=None)
+        if hasattr(own, "token_budget"):  # it scores the blocks of one query at a time, and returns a mask
+            mask = forward(**{**given, "attention_mask": given["attention_mask"][:, None]})
+            return _of_single_queries(scores, mask, own.compress_ratio)
         indices = forward(**given).long()
     span = getattr(own, "compress_rate", getattr(own, "index_kpool", 1))  # how many tokens a key stands for
     selected = torch.zeros(*indices.shape[:2], TOKENS + 1, dtype=torch.bool)
@@ -125,6 +132,16 @@ def own_scores(own: Any, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPa
     seen = (keys + 1) * span <= torch.arange(TOKENS)[:, None] + 1
     selected = selected[..., keys * span] if hasattr(own, "index_kpool") else selected[..., keys]  # by their tokens
     return Scored(scores[0][:, None, :, : len(keys)], seen[None, None], (selected & seen)[:, None])
+
+
+def _of_single_queries(scores: list[Tensor], mask: Tensor, span: int) -> Scored:
+    """From the scores of each query that sees a block, and a mask ``[B, 1, N, N]`` of keys."""
+    blocks = torch.arange(TOKENS // span)
+    seen = (blocks + 1) * span <= torch.arange(TOKENS)[:, None] + 1
+    rows = [torch.nn.functional.pad(row, (0, len(blocks) - len(row))) for row in scores]
+    rows = torch.stack(rows).unflatten(0, (len(mask), 1, -1))
+    rows = torch.nn.functional.pad(rows, (0, 0, TOKENS - rows.shape[2], 0))
+    return Scored(rows, seen[None, None], mask[..., blocks * span] & seen, torch.amax)
 
 
 def seen_keys(given: Attention, support: Tensor) -> Tensor:
@@ -168,7 +185,8 @@ def kl(given: Attention, scored: Scored, support: Tensor) -> Tensor:
     if target.shape[-1] > TOKENS:
         target = target[..., -keys:]
     elif keys < TOKENS:
-        target = target[..., : TOKENS // keys * keys].unflatten(-1, (keys, -1)).sum(-1)
+        target = target[..., : TOKENS // keys * keys].unflatten(-1, (keys, -1))
+        target = scored.pooled(target, -1)
         target = target * support[..., live, :]  # the newest keys make no pool yet
     target = target / target.sum(-1, keepdim=True)
     index = scored.scores.masked_fill(~support, -torch.inf)[..., live, :].log_softmax(-1)

@@ -107,7 +107,9 @@ def sharp(folder: Path, family: str) -> Path:
     """A model with indexers of its own whose attention has an entropy below half of that of uniform attention."""
     from streamkl.testing.tiny_models import tiny_config
 
-    topk = {} if family == "minimax_m3_vl" else {"index_topk": 12}
+    names = {"minimax_m3_vl": None, "qwen4_exp": "indexer_budget"}
+    name = names.get(family, "index_topk")
+    topk = {} if name is None else {name: 12}
     return save(folder, tiny_config(family, vocab_size=VOCABULARY, **topk), sharpen)
 
 

@@ -27,13 +27,19 @@ class Causal:
     Attributes:
         window: How many keys a query sees, its own included, or of how many a chunk is; ``None`` for all before it.
         with_compressed: Whether a query sees compressed keys besides those of its window.
+        dtype: That of a mask which a model may combine with one of its own.
     """
+
+    dtype = torch.bool
 
     def __init__(self, window: int | None = None, with_compressed: bool = False) -> None:
         self.window, self.with_compressed = window, with_compressed
 
     def __getitem__(self, part: Any) -> Causal:
         return self
+
+    def __and__(self, selected: Any) -> Causal:
+        return self  # the keys that are selected, if any are, are in the batch
 
 
 def register() -> None:

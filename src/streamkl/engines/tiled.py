@@ -10,6 +10,7 @@ indexer's. Selected keys of a tile are gathered, ``[rows, keys, D]``; everything
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -104,7 +105,7 @@ def mixture_rows(
         state = MixtureState.identity(kl[at])
         for tile in tiles:
             place = _place(support, tile, device)
-            p = _target(side_a, problem.head_group, m_a, ln_l_a, r, place)
+            p = _target(problem, side_a, m_a, ln_l_a, r, place)
             state = state.merge(MixtureState.of_tile(p, side_b.tile(r, place), place.disallowed))
         m_b[at], ln_l_b[at] = _finished(LogSumExp(state.m_b, state.l_b), _dead(support, tiles))
         kl[at] = _or_nan(state.kl(), m_b[at])
@@ -141,7 +142,7 @@ def backward(
             place = _place(support, tile, device)
             da = scores_a = None
             if grad_a is None:
-                p = _target(side_a, problem.head_group, stats.m_a, stats.ln_l_a, r, place)
+                p = _target(problem, side_a, stats.m_a, stats.ln_l_a, r, place)
             else:
                 scores_a = side_a.scores(r, place)
                 da = _masked(side_a.logits(scores_a, place), place) - stats.m_a[at][:, None]
@@ -176,7 +177,7 @@ def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> 
         grad_b.begin(at)
         for tile in tiles:
             place = _place(support, tile, device)
-            p = _target(side_a, problem.head_group, stats.m_a, stats.ln_l_a, r, place)
+            p = _target(problem, side_a, stats.m_a, stats.ln_l_a, r, place)
             for part in side_b.parts(place):
                 rows = part.of_tile
                 scores = side_b.scores(r, part)
@@ -368,10 +369,20 @@ def _operand(tile: Tensor, dtype: torch.dtype) -> Tensor:
     return tile.to(dtype).contiguous()
 
 
-def _target(a: _Operand, head_group: int, m_a: Tensor, ln_l_a: Tensor, r: int, place: _Place) -> Tensor:
-    """The tile of ``p``: the mean over the heads of ``a`` that distribution ``r`` is compared with."""
+def _target(problem: Problem, a: _Operand, m_a: Tensor, ln_l_a: Tensor, r: int, place: _Place) -> Tensor:
+    """The tile of ``p``: the mean over the heads of ``a`` that distribution ``r`` is compared with, of the best run."""
+    heads = problem.head_group // problem.runs
+    runs = (
+        _run_mean(a, range(first, first + heads), m_a, ln_l_a, place)
+        for first in range(r * problem.head_group, (r + 1) * problem.head_group, heads)
+    )
+    return _masked(functools.reduce(torch.maximum, runs), place, 0.0)
+
+
+def _run_mean(a: _Operand, heads: range, m_a: Tensor, ln_l_a: Tensor, place: _Place) -> Tensor:
+    """The mean over heads of ``a``, ``[rows, keys]``, before the mask."""
     p = k_tile = None
-    for head in range(r * head_group, (r + 1) * head_group):
+    for head in heads:
         if k_tile is None or a.side.kv_head(head) != a.side.kv_head(head - 1):
             k_tile = a.k_tile(head, place)
         x = a.score(a.q_tile(slice(head, head + 1), place), k_tile)[0]
@@ -379,7 +390,7 @@ def _target(a: _Operand, head_group: int, m_a: Tensor, ln_l_a: Tensor, r: int, p
         x.sub_(m_a[at][:, None]).sub_(ln_l_a[at][:, None]).exp_()
         p = x if p is None else p.add_(x)
     assert p is not None, "a distribution has at least one head of a"
-    return _masked(p.div_(head_group), place, 0.0)
+    return p.div_(len(heads))
 
 
 def _place(support: Support, tile: Tile, device: torch.device) -> _Place:

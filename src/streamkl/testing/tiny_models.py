@@ -88,12 +88,19 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_head_dim": 8, "linear_num_heads": 4, "linear_conv_kernel_dim": 3, "hc_mult": 2, "index_kpool": 3,
         "index_topk": 9, "index_n_heads": 32, "index_head_dim": 32,
     }),
+    "qwen4_exp": ("Qwen4Exp", {
+        **LINEAR, "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "hc_count": 2,
+        "hc_lowrank": 4, "ngram_vocab_size_base": 64, "split_ngram_parts": 2, "indexer_n_heads": 32,
+        "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 9, "indexer_compress_ratio": 3,
+        "experts_implementation": "eager",
+    }),
 }  # fmt: skip
 GROUPED_QUERY = ("llama", "qwen3", "qwen3_next", "qwen3_5", "gemma3")
 SPARSE_LATENT = _known("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note", "mistral_large4")
 FAMILIES = (*GROUPED_QUERY, *SPARSE_LATENT)
 """Those that ``sparsify`` takes and that run under ``sdpa``."""
-OWN_INDEXERS = (*SPARSE_LATENT, *_known("hy_v4", "minimax_m3_vl", "deepseek_v4", "glm5_next"))
+OWN_INDEXERS = (*SPARSE_LATENT, *_known("hy_v4", "minimax_m3_vl", "deepseek_v4", "glm5_next", "qwen4_exp"))
 """Those with indexers of their own, of the families that this version of transformers has."""
 PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -115,7 +122,7 @@ def tiny_config(family: str, **options: Any) -> Any:
     import transformers
 
     name, own = OPTIONS[family]
-    text = name in ("Qwen3_5", "Gemma3", "MistralLarge4", "MiniMaxM3VL", "Glm5Next", "Dots3Note")
+    text = name in ("Qwen3_5", "Gemma3", "MistralLarge4", "MiniMaxM3VL", "Glm5Next", "Dots3Note", "Qwen4Exp")
     config = getattr(transformers, f"{name}TextConfig" if text else f"{name}Config")(**{**COMMON, **own, **options})
     more: Any = {"text_config": config, "experts_implementation": "eager"}
     if family == "glm5_next":

@@ -91,6 +91,16 @@ def test_a_step_is_that_of_the_matrices_however_a_batch_is_cut(lm, logits, micro
     assert any("attention_kl_layer_1" in line for line in trainer.state.log_history)
 
 
+def test_so_is_one_of_the_logits_alone(tmp_path) -> None:
+    student, teacher = models()
+    after, losses = wanted(student, teacher, 0.0, 1.0, 2.0)
+    trainer = DistillingTrainer(
+        student, TrainingArguments(**arguments(tmp_path, 2, 2)), train_dataset=samples(),
+        distiller=AttentionDistiller(student, teacher, layers={}), logits_weight=2.0,
+    )  # fmt: skip
+    check(trainer, after, {**losses, "attention_kl": 0.0})
+
+
 def test_so_is_one_under_checkpointing_and_evaluation_is_the_trainers_own(tmp_path) -> None:
     student, teacher = models()
     after, losses = wanted(student, teacher, 1.0, 1.0, 0.0)

@@ -50,6 +50,8 @@ def _unsuited(device: torch.device, problem: Problem | None) -> str | None:
         return f"runs on CPUs, not on {device.type}"
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
+    if problem is not None and problem.runs > 1:
+        return "takes no maximum over the keys of a block (target='block_max')"
     return None
 
 

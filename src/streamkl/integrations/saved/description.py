@@ -45,7 +45,7 @@ check_description = entries(
         ),
         "indexer": entries(
             {
-                "kind": one_of("head", "lightning", "group", "compressed"),
+                "kind": one_of("head", "lightning", "group", "compressed", "block"),
                 "head_dim": integer(1, LARGEST),
                 "rope_dim": SIZE,
                 "rope_layout": one_of("half", "interleaved"),

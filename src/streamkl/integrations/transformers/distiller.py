@@ -33,7 +33,8 @@ class AttentionDistiller:
         student: A model of transformers, or a wrapper of it: compiled, DDP, FSDP2, PEFT.
         teacher: A model of transformers. It gets no gradients, and is put into evaluation mode.
         layers: The pairs, as ``{student's layer: teacher's}``; ``"uniform"``: each layer of the student learns from
-            the teacher's at the same relative depth, the last from the last; ``"last"``: only the last ones.
+            the teacher's at the same relative depth, the last from the last; ``"last"``: only the last ones; ``{}``:
+            none, to distil the logits alone with `AttentionDistillation`.
         heads: As ``{student's head: teacher's head, or a tuple of heads whose mean it learns}``. By default all: as
             many heads are compared one by one, and where the teacher has a multiple, a student's head learns the mean
             of consecutive ones.
@@ -127,7 +128,7 @@ class DistillationStep:
             return (teacher if logits else teacher.base_model)(**inputs, use_cache=False)
 
     def loss(self) -> Tensor:
-        """The weighted mean over the pairs of layers.
+        """The weighted mean over the pairs of layers; 0 if there are none.
 
         Raises:
             ValueError: The teacher did not run.
@@ -137,6 +138,8 @@ class DistillationStep:
             raise ValueError(
                 "the teacher did not run in this step: call step.teach(**batch) after the student's forward"
             )
+        if not distiller.pairs:
+            return torch.zeros(())
         weighted = [distiller.weights[layer] * loss for layer, loss in sorted(self.losses.items())]
         return torch.stack([loss.to(weighted[0].device) for loss in weighted]).sum() / len(weighted)
 

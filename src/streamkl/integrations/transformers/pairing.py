@@ -18,7 +18,7 @@ def paired_layers(layers: Layers, student: Sequence[int], teacher: Sequence[int]
     """The teacher's layer of each student's layer that learns.
 
     Args:
-        layers: ``"uniform"``, ``"last"``, or the pairs.
+        layers: ``"uniform"``, ``"last"``, or the pairs; there may be none.
         student: The student's layers that attend.
         teacher: The teacher's.
 
@@ -39,7 +39,7 @@ def paired_layers(layers: Layers, student: Sequence[int], teacher: Sequence[int]
                 f"attend, the teacher {len(teacher)}; give layers={{student's: teacher's}}"
             )
         return {n: teacher[(i + 1) * len(teacher) // len(student) - 1] for i, n in enumerate(student)}
-    if not isinstance(layers, Mapping) or not layers:
+    if not isinstance(layers, Mapping):
         raise ValueError(f"layers must be 'uniform', 'last' or a dict of student's to teacher's layers: got {layers!r}")
     for what, given, there in (("student", layers.keys(), student), ("teacher", layers.values(), teacher)):
         if not set(given) <= set(there):

@@ -30,6 +30,7 @@ from streamkl.integrations.transformers.families.mistral_large4 import MistralLa
 from streamkl.integrations.transformers.families.qwen3 import Qwen3
 from streamkl.integrations.transformers.families.qwen3_5 import Qwen35
 from streamkl.integrations.transformers.families.qwen3_next import Qwen3Next
+from streamkl.integrations.transformers.families.qwen4_exp import Qwen4Exp
 from streamkl.integrations.transformers.families.structural import Structural
 
 __all__ = [
@@ -47,10 +48,6 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {}
 """By ``config.model_type``; ``"*"`` is any other."""
-MISSING = {
-    "qwen4_exp": "scores means of keys, by the highest attention of their tokens",
-}
-"""Models with indexers that no loss is written for, and what those do, the end of a sentence."""
 
 
 def register_family(family: Family) -> None:
@@ -59,22 +56,12 @@ def register_family(family: Family) -> None:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model, by its config: that of its type, or else the structural one.
-
-    Raises:
-        ValueError: The model has an indexer of its own that no loss is written for.
-    """
-    missing = MISSING.get(config.model_type.removesuffix("_text"))
-    if missing is not None and config.model_type not in FAMILIES:
-        raise ValueError(
-            f"{config.model_type} cannot be distilled or made sparse yet: its indexer {missing}, and there is no loss "
-            f"for that"
-        )
+    """The family of a model, by its config: that of its type, or else the structural one."""
     return FAMILIES.get(config.model_type, FAMILIES["*"])
 
 
 for _family in (
     Llama(), Qwen3(), Qwen3Next(), Qwen35(), Gemma3(), DeepseekV32(), GlmMoeDsa(), AXK2(), MistralLarge4(), HYV4(),
-    MiniMaxM3(), DeepseekV4(), Glm5Next(), Dots3Note(), Structural(),
+    MiniMaxM3(), DeepseekV4(), Glm5Next(), Qwen4Exp(), Dots3Note(), Structural(),
 ):  # fmt: skip
     register_family(_family)

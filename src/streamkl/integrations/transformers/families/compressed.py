@@ -1,9 +1,10 @@
-"""The top-k of indexers whose keys stand for several tokens."""
+"""What models have in common whose indexers score keys that stand for several tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from streamkl.indexer.base import Activation
 from streamkl.sparse import IndexTensors, index_topk
@@ -37,3 +38,34 @@ def select_compressed(index: IndexTensors, key_span: int, topk: int, activation:
             found = index_topk(q[:, :, rows], k[:, :seen], weights, topk=topk, activation=activation)
             selected[:, rows] = found.to(selected.dtype)
     return selected
+
+
+def with_incomplete(selected: Tensor, span: int, tokens: int) -> Tensor:
+    """The tokens of selected runs of ``span`` tokens, and those of each query's own run, while it is incomplete.
+
+    Args:
+        selected: ``[B, Nq, K]``: the runs, -1 for none.
+        span: How many tokens a run has.
+        tokens: How many tokens there are; the queries are the last of them.
+
+    Returns:
+        ``[B, Nq, K * span + span - 1]``, -1 for none.
+    """
+    queries, place = selected.shape[1], torch.arange(span, device=selected.device)
+    keys = (selected[..., None] * span + place).masked_fill((selected < 0)[..., None], -1).flatten(-2)
+    at = torch.arange(tokens - queries, tokens, device=selected.device)[:, None]
+    tail = at // span * span + place[:-1]
+    tail = tail.masked_fill((tail > at) | (at % span == span - 1), -1)
+    return torch.cat((keys, tail.expand(len(keys), -1, -1).to(keys.dtype)), -1)
+
+
+@torch.no_grad()
+def incomplete_lse(q: Tensor, k: Tensor, span: int, scale: float | None) -> Tensor:
+    """``[B, H, N]``: the log-sum-exp over the keys of each query's incomplete run; -inf where it is complete."""
+    tokens, wide = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1) if q.shape[1] > k.shape[1] else k
+    runs = [functional.pad(x, (0, 0, 0, -tokens % span)).unflatten(2, (-1, span)).to(wide) for x in (q, k)]
+    logits = runs[0] @ runs[1].mT * (q.shape[3] ** -0.5 if scale is None else scale)  # [B, H, runs, span, span]
+    hidden = torch.ones(span, span, dtype=torch.bool, device=q.device).triu(1)
+    hidden[-1] = True
+    return logits.masked_fill(hidden, -torch.inf).logsumexp(-1).flatten(2, 3)[:, :, :tokens]

@@ -12,7 +12,7 @@ from torch.nn import functional
 from streamkl.indexer import Indexer, LightningIndexer
 from streamkl.indexer.base import Activation
 from streamkl.integrations.transformers.families.base import Attention, Inputs, Losses
-from streamkl.integrations.transformers.families.compressed import select_compressed
+from streamkl.integrations.transformers.families.compressed import incomplete_lse, select_compressed, with_incomplete
 from streamkl.integrations.transformers.families.dsa import SparseLatent
 from streamkl.sparse import IndexTensors
 
@@ -94,13 +94,7 @@ class Glm5Next(SparseLatent):
 
     def attended(self, attention: Attention, selected: Tensor, tokens: int) -> Tensor:
         """The keys of the selected pools, and those of the incomplete one."""
-        span, queries = self.key_span(attention), selected.shape[1]
-        place = torch.arange(span, device=selected.device)
-        keys = (selected[..., None] * span + place).masked_fill((selected < 0)[..., None], -1).flatten(-2)
-        at = torch.arange(tokens - queries, tokens, device=selected.device)[:, None]
-        tail = at // span * span + place[:-1]
-        tail = tail.masked_fill((tail > at) | (at % span == span - 1), -1)
-        return torch.cat((keys, tail.expand(len(keys), -1, -1).to(keys.dtype)), -1)
+        return with_incomplete(selected, self.key_span(attention), tokens)
 
     def divergence(
         self,
@@ -116,20 +110,8 @@ class Glm5Next(SparseLatent):
         **options: Any,
     ) -> Tensor:
         """The KL from the attention to each complete pool; its log-sum-exp is over those that a query sees."""
-        rest = _tail_lse(q, k, key_span, options.get("teacher_scale"))
+        rest = incomplete_lse(q, k, key_span, options.get("teacher_scale"))
         k = k[:, :, : index.index_k.shape[1] * key_span]
         return losses.indexer_kl(
             q, k, *index, activation=activation, key_span=key_span, target="block_sum", teacher_rest=rest, **options
         )
-
-
-@torch.no_grad()
-def _tail_lse(q: Tensor, k: Tensor, span: int, scale: float | None) -> Tensor:
-    """``[B, H, N]``: the log-sum-exp over the keys of each query's incomplete pool; -inf where its pool is complete."""
-    tokens, wide = q.shape[2], torch.promote_types(q.dtype, torch.float32)
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1) if q.shape[1] > k.shape[1] else k
-    pools = [functional.pad(x, (0, 0, 0, -tokens % span)).unflatten(2, (-1, span)).to(wide) for x in (q, k)]
-    logits = pools[0] @ pools[1].mT * (q.shape[3] ** -0.5 if scale is None else scale)  # [B, H, pools, span, span]
-    hidden = torch.ones(span, span, dtype=torch.bool, device=q.device).triu(1)
-    hidden[-1] = True
-    return logits.masked_fill(hidden, -torch.inf).logsumexp(-1).flatten(2, 3)[:, :, :tokens]

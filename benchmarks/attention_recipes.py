@@ -1,0 +1,365 @@
+"""What attention KL is worth between models: recipes, each with four losses, at equal steps and at equal time.
+
+A recipe makes a student of a model, and trains it on text with the language-model loss (``lm``), with the KL of the
+logits to the model as it was (``logits``), with the KL of attention (``attention``), and with both::
+
+    python benchmarks/attention_recipes.py rope --text books/train --held-out books/test --output recipes.jsonl
+    python benchmarks/attention_recipes.py continual --text new/train --held-out new/test --old books/test ...
+    python benchmarks/attention_recipes.py --output recipes.jsonl       # only the tables
+
+- ``rope``: positions are divided by 4, as for a context four times as long.
+- ``layers``: a third of the layers is dropped.
+- ``kv-heads``: all KV heads are merged into one.
+- ``continual``: the model itself learns a new domain; what it forgets of ``--old`` text is measured, too.
+
+Seed 0 chooses the learning rate of each loss, and then the weight and the layers of attention KL, in short trainings,
+by the held-out loss. Then each loss is trained with each seed until it has taken the time of the slowest one, and is
+evaluated after the same number of steps and after the same time. Every training that ends is a line of the output:
+started again, the script goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from streamkl.bench.machine import facts
+from streamkl.distillation.packing import packed
+from streamkl.evaluation.statistics import mean
+from streamkl.integrations.transformers import AttentionDistillation, AttentionDistiller
+
+LOSSES = ("lm", "logits", "attention", "both")
+RATES, WEIGHTS = (3e-5, 1e-4, 3e-4), (3.0, 1.0, 10.0)
+WARMUP = 10
+"""Steps until the learning rate is reached, which is constant from there on."""
+
+
+class DistillingTrainer(AttentionDistillation, Trainer):
+    """Trainer with the loss of an `AttentionDistiller`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One training.
+
+    Attributes:
+        recipe: Its name.
+        loss: One of `LOSSES`.
+        seed: Of the order of samples.
+        rate: The learning rate.
+        weight: Of attention KL; 0 where it is not used.
+        layers: ``"all"`` or ``"upper"``: those that learn from the teacher's attention.
+        steps: How many; the last one is evaluated.
+        also: A step before it that is evaluated, too; 0 for none.
+    """
+
+    recipe: str
+    loss: str
+    seed: int
+    rate: float
+    weight: float
+    layers: str
+    steps: int
+    also: int = 0
+
+
+def drop_layers(model: Any) -> Any:
+    """Keeps two layers of three, the first and the last among them."""
+    count = len(model.model.layers)
+    kept = [round(i * (count - 1) / (2 * count // 3 - 1)) for i in range(2 * count // 3)]
+    model.model.layers = torch.nn.ModuleList(model.model.layers[n] for n in kept)
+    for n, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = n
+    model.config.num_hidden_layers = len(kept)
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = [model.config.layer_types[n] for n in kept]
+    return model
+
+
+def scale_positions(model: Any) -> Any:
+    """Divides positions by 4."""
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
+    scaled = type(model)(config)
+    scaled.load_state_dict(model.state_dict())
+    return scaled
+
+
+def merge_kv_heads(model: Any) -> Any:
+    """Replaces the KV heads by their mean."""
+    config = copy.deepcopy(model.config)
+    heads, config.num_key_value_heads = config.num_key_value_heads, 1
+    state = model.state_dict()
+    for name, weight in state.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            state[name] = weight.unflatten(0, (heads, -1)).mean(0)
+    merged = type(model)(config)
+    merged.load_state_dict(state)
+    return merged
+
+
+RECIPES: dict[str, Callable[[Any], Any]] = {
+    "rope": scale_positions,
+    "continual": lambda model: model,
+    "layers": drop_layers,
+    "kv-heads": merge_kv_heads,
+}
+
+
+class Evaluation(TrainerCallback):
+    """Takes the loss of each held-out sequence after some steps, and the seconds of training until there."""
+
+    def __init__(self, steps: set[int], texts: dict[str, Tensor]) -> None:
+        self.steps, self.texts = steps, texts
+        self.found: dict[int, dict[str, Any]] = {}
+        self.seconds: list[float] = []
+        self._since = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Looks at the clock."""
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Evaluates, if it is time."""
+        self.seconds.append(time.perf_counter() - self._since)
+        if state.global_step in self.steps:
+            losses = {name: held_out_losses(model, ids) for name, ids in self.texts.items()}
+            self.found[state.global_step] = {"seconds": sum(self.seconds), "losses": losses}
+
+
+@torch.no_grad()
+def held_out_losses(model: Any, ids: Tensor) -> list[float]:
+    """The mean loss per token of each sequence ``[sequences, tokens]``."""
+    was_training = model.training
+    model.eval()
+    losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss.item() for row in ids]
+    model.train(was_training)
+    return losses
+
+
+@dataclasses.dataclass
+class Bench:
+    """The model and the texts of a recipe, and where its records are.
+
+    Attributes:
+        model: The folder of the model.
+        train: Sequences to train on, ``[sequences, tokens]``.
+        texts: Held-out sequences, by name.
+        output: A file of one JSON line per training.
+        scratch: A folder that the trainer may use.
+        batch: Sequences of a step.
+        tuning_sequences: How many held-out sequences a short training is judged by.
+    """
+
+    model: str
+    train: Tensor
+    texts: dict[str, Tensor]
+    output: Path
+    scratch: Path
+    batch: int
+    tuning_sequences: int
+
+    def __post_init__(self) -> None:
+        if self.output.exists():  # a last line that was cut off
+            whole = self.output.read_text()
+            self.output.write_text(whole[: whole.rfind("\n") + 1])
+
+    def run(self, trial: Trial) -> dict[str, Any]:
+        """The record of a training, which runs if there is none yet."""
+        for record in read(self.output):
+            if record["trial"] == dataclasses.asdict(trial):
+                return record
+        print(f"{trial.recipe}: {describe(trial)}, {trial.steps} steps", flush=True)
+        few = not trial.also
+        texts = {name: ids[: self.tuning_sequences] if few else ids for name, ids in self.texts.items()}
+        evaluation = Evaluation({trial.steps, trial.also}, texts)
+        trainer = self._trainer(trial, evaluation)
+        trainer.train()
+        record = {
+            "trial": dataclasses.asdict(trial),
+            "evaluations": evaluation.found,
+            "seconds_per_step": median(evaluation.seconds),
+            "machine": facts(torch.device("cpu")),
+        }
+        with self.output.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        return json.loads(json.dumps(record))
+
+    def _trainer(self, trial: Trial, evaluation: Evaluation) -> Trainer:
+        teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.model)
+        student = RECIPES[trial.recipe](copy.deepcopy(teacher))
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(trial.seed))
+        samples: Any = [{"input_ids": row, "labels": row} for row in self.train[order]]
+        arguments = TrainingArguments(
+            str(self.scratch), max_steps=trial.steps, per_device_train_batch_size=self.batch, seed=trial.seed,
+            learning_rate=trial.rate, lr_scheduler_type="constant_with_warmup", warmup_steps=WARMUP, weight_decay=0.0,
+            logging_steps=10, report_to=[], save_strategy="no", use_cpu=True,
+            bf16="amx" in facts(torch.device("cpu"))["capability"].lower(),
+        )  # fmt: skip
+        given: dict[str, Any] = {"train_dataset": samples, "callbacks": [evaluation]}
+        if trial.loss == "lm":
+            return Trainer(student, arguments, **given)
+        count = len(student.model.layers)
+        pairs = AttentionDistiller(student, teacher).pairs
+        layers = {n: pairs[n] for n in range(0 if trial.layers == "all" else count // 2, count)}
+        distiller = AttentionDistiller(student, teacher, layers=layers if trial.weight else {}, weight=trial.weight)
+        logits = float(trial.loss in ("logits", "both"))
+        return DistillingTrainer(student, arguments, distiller=distiller, logits_weight=logits, **given)
+
+    def tune(self, recipe: str, steps: int) -> dict[str, Trial]:
+        """The best learning rate of each loss, and the best weight and layers of attention KL."""
+
+        def best(trials: Iterator[Trial]) -> Trial:
+            return min(trials, key=lambda trial: judged(self.run(trial)))
+
+        found: dict[str, Trial] = {}
+        for loss in LOSSES:
+            weight, layers = (0.0, "all") if loss in ("lm", "logits") else (WEIGHTS[0], "all")
+            if loss == "both":
+                weight, layers = found["attention"].weight, found["attention"].layers
+            chosen = best(Trial(recipe, loss, 0, rate, weight, layers, steps) for rate in RATES)
+            if loss == "attention":
+                chosen = best(dataclasses.replace(chosen, weight=weight) for weight in WEIGHTS)
+                chosen = best(dataclasses.replace(chosen, layers=layers) for layers in ("all", "upper"))
+            found[loss] = chosen
+        return found
+
+
+def judged(record: dict[str, Any]) -> float:
+    """What a choice is made by: the mean of the losses of the held-out texts, new and old, after the last step."""
+    losses = record["evaluations"][str(record["trial"]["steps"])]["losses"]
+    found = fmean(fmean(values) for values in losses.values())
+    return found if math.isfinite(found) else math.inf
+
+
+def compare(bench: Bench, recipe: str, steps: int, tuning_steps: int, seeds: int) -> None:
+    """Tunes the losses of a recipe, and trains each with each seed."""
+    tuned = bench.tune(recipe, tuning_steps)
+    costs = {loss: bench.run(trial)["seconds_per_step"] for loss, trial in tuned.items()}
+    for seed in range(seeds):
+        for loss, trial in tuned.items():
+            longest = round(steps * max(costs.values()) / costs[loss])
+            bench.run(dataclasses.replace(trial, seed=seed, steps=max(longest, steps + 1), also=steps))
+
+
+def describe(trial: Trial) -> str:
+    """A training in a few words."""
+    attention = f", attention weight {trial.weight:g}, {trial.layers} layers" if trial.weight else ""
+    return f"{trial.loss}, seed {trial.seed}, learning rate {trial.rate:g}{attention}"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All records; a last line that was cut off is left out."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def tables(records: list[dict[str, Any]]) -> str:
+    """A table per recipe and held-out text: perplexities, and their change from that of the language-model loss.
+
+    The change is that of the mean over seeds, with Student's interval over the held-out sequences at 95%, and the
+    least and the most of the seeds.
+    """
+    final = [record for record in records if record["trial"]["also"]]
+    lines: list[str] = []
+    for recipe in dict.fromkeys(record["trial"]["recipe"] for record in final):
+        here = [record for record in final if record["trial"]["recipe"] == recipe]
+        for text in next(iter(here[0]["evaluations"].values()))["losses"]:
+            for when in ("steps", "time"):
+                lines += _table(here, recipe, text, when)
+    return "\n".join(lines)
+
+
+def _table(records: list[dict[str, Any]], recipe: str, text: str, when: str) -> list[str]:
+    lines = [
+        f"\n{recipe}, {text} text, equal {when}:\n",
+        "| loss | steps | seconds | perplexity | change | seeds |",
+        "| --- | --: | --: | --: | --- | --- |",
+    ]
+    plain: dict[int, list[float]] = {}
+    step = "also" if when == "steps" else "steps"
+    for loss in LOSSES:
+        found = [record for record in records if record["trial"]["loss"] == loss]
+        if not found:
+            continue
+        at = {r["trial"]["seed"]: r["evaluations"][str(r["trial"][step])] for r in found}
+        losses = {seed: evaluation["losses"][text] for seed, evaluation in at.items()}
+        plain = plain or losses
+        change = {
+            seed: [ours - theirs for ours, theirs in zip(losses[seed], plain[seed], strict=True)]
+            for seed in losses
+            if seed in plain
+        }
+        means = [100 * math.expm1(fmean(values)) for values in change.values()]
+        e = mean([fmean(values) for values in zip(*change.values(), strict=True)])
+        low, value, high = (100 * math.expm1(x) for x in (e.low, e.value, e.high))
+        seconds = fmean(evaluation["seconds"] for evaluation in at.values())
+        lines.append(
+            f"| {loss} | {found[0]['trial'][step]} | {seconds:.0f} "
+            f"| {math.exp(fmean(fmean(values) for values in losses.values())):.2f} "
+            f"| {value:+.1f}% [{low:+.1f}, {high:+.1f}] | {min(means):+.1f} to {max(means):+.1f} of {len(means)} |"
+        )
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs what is missing, and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="*", help=f"of {', '.join(RECIPES)}; none: only the tables")
+    parser.add_argument("--model", default="", help="a folder; SmolLM2-135M by default")
+    parser.add_argument("--text", action="append", default=[], help="files or folders to train on")
+    parser.add_argument("--held-out", action="append", default=[], help="text of the same kind to evaluate on")
+    parser.add_argument("--old", action="append", default=[], help="text that shall not be forgotten")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/recipes.jsonl"))
+    for name, default in (("steps", 100), ("tuning-steps", 50), ("seeds", 3), ("tokens", 512), ("batch", 1),
+                          ("sequences", 100), ("tuning-sequences", 20)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args(arguments)
+    if unknown := set(given.recipe) - set(RECIPES):
+        parser.error(f"there is no recipe {', '.join(sorted(unknown))}: there are {', '.join(RECIPES)}")
+    if given.recipe:
+        if not given.text or not given.held_out:
+            parser.error("a recipe needs --text and --held-out")
+        if not given.model:
+            from streamkl.testing import smollm2
+
+            given.model = str(smollm2.checkpoint())
+        tokenizer = AutoTokenizer.from_pretrained(given.model)
+
+        def sequences(sources: list[str], most: int) -> Tensor:
+            ids = packed(tokenizer, sources, given.tokens, most, field="text", encoding="utf-8")
+            return torch.from_numpy(ids.astype("int64"))
+
+        texts = {"held-out": sequences(given.held_out, given.sequences)}
+        if given.old:
+            texts["old"] = sequences(given.old, given.sequences)
+        train = sequences(given.text, 4 * given.steps * given.batch)
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = given.output.with_suffix(".scratch")
+        bench = Bench(given.model, train, texts, given.output, scratch, given.batch, given.tuning_sequences)
+        for recipe in given.recipe:
+            compare(bench, recipe, given.steps, given.tuning_steps, given.seeds)
+    print(tables(read(given.output)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""``benchmarks/attention_recipes.py``: its students are those it names, and it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # where dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tiny() -> ModuleType:
+    return load(ROOT / "tests" / "distillation" / "tiny.py")
+
+
+@pytest.fixture(scope="module")
+def recipes() -> ModuleType:
+    return load(ROOT / "benchmarks" / "attention_recipes.py")
+
+
+@pytest.fixture
+def model(tiny: ModuleType, tmp_path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny.llama(tmp_path / "llama", num_hidden_layers=3)).eval()
+
+
+IDS = torch.arange(24)[None] * 5 % 257
+
+
+@torch.no_grad()
+def test_scaled_positions_are_those_of_a_context_four_times_as_long(recipes, model) -> None:
+    positions = torch.arange(24)[None]
+    wanted = model(IDS, position_ids=positions).logits
+    scaled = recipes.scale_positions(model).eval()
+    # with a cache: without one, transformers takes positions that are not consecutive for packed sequences
+    torch.testing.assert_close(scaled(IDS, position_ids=4 * positions, use_cache=True).logits, wanted)
+    assert not torch.allclose(scaled(IDS).logits, wanted, atol=1e-2)
+
+
+@torch.no_grad()
+def test_equal_kv_heads_are_merged_into_one_that_does_the_same(recipes, model) -> None:
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            projection.weight[16:] = projection.weight[:16]
+    wanted = model(IDS).logits
+    merged = recipes.merge_kv_heads(model).eval()
+    assert merged.model.layers[0].self_attn.k_proj.weight.shape == (16, 64)
+    torch.testing.assert_close(merged(IDS).logits, wanted)
+
+
+@torch.no_grad()
+def test_two_layers_of_three_are_kept_with_the_first_and_the_last(recipes, model) -> None:
+    first, _, last = model.model.layers
+    dropped = recipes.drop_layers(model)
+    assert list(dropped.model.layers) == [first, last]
+    past = dropped(IDS).past_key_values
+    assert dropped.config.num_hidden_layers == len(past) == 2
+
+
+@pytest.mark.slow
+def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(recipes, "RATES", (1e-3, 1e-2))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    text, output = tiny.prose(tmp_path / "prose.txt"), tmp_path / "recipes.jsonl"
+    arguments = [
+        "continual", "--model", str(tiny.llama(tmp_path / "llama")), "--text", str(text), "--held-out", str(text),
+        "--old", str(text), "--output", str(output), "--steps", "3", "--tuning-steps", "2", "--seeds", "2",
+        "--tokens", "32", "--batch", "2", "--sequences", "4", "--tuning-sequences", "2",
+    ]  # fmt: skip
+    recipes.main(arguments)
+    records = recipes.read(output)
+    final = [record for record in records if record["trial"]["also"]]
+    # Two rates for each loss, two more weights and one more choice of layers; four losses with two seeds.
+    assert (len(records), len(final)) == (4 * 2 + 2 + 1 + 4 * 2, 8)
+    by_loss = {record["trial"]["loss"]: record["trial"] for record in final}
+    assert by_loss["lm"]["weight"] == by_loss["logits"]["weight"] == 0 < by_loss["both"]["weight"]
+    assert all(len(e["losses"]["old"]) == 4 for record in final for e in record["evaluations"].values())
+    table = capsys.readouterr().out
+    assert all(
+        f"continual, {name} text, equal {when}" in table for name in ("held-out", "old") for when in ("steps", "time")
+    )
+    assert table.count("| both |") == 4
+
+    whole = output.read_text()
+    output.write_text(whole[:-20])  # killed while it wrote the last line
+    recipes.main(arguments)
+    again = recipes.read(output)
+    assert len(again) == len(records)
+    assert [record["trial"] for record in again] == [record["trial"] for record in records]
+    recipes.main(["--output", str(output)])
+    assert capsys.readouterr().out.endswith(recipes.tables(again) + "\n")
+
+
+def test_a_recipe_that_is_unknown_or_without_text_is_refused(recipes, capsys) -> None:
+    for arguments, message in ((["ropes"], "no recipe ropes"), (["rope"], "needs --text and --held-out")):
+        with pytest.raises(SystemExit):
+            recipes.main(arguments)
+        assert message in capsys.readouterr().err
