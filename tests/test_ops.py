@@ -45,7 +45,7 @@ def op_arguments() -> dict[str, tuple]:
     a_q, a_k, b_q, b_k = leaf(1, 4, 9, 8), leaf(1, 2, 13, 8), leaf(1, 2, 9, 6), leaf(1, 1, 13, 6)
     b_w = leaf(1, 9, 2).detach().mT.requires_grad_()
     topk = torch.stack([torch.randperm(13, generator=rng)[:5] for _ in range(9)])[None, None]
-    options = ops.Options(None, 0.5, False, True, False, 5, 0, 1, False, "tiled")
+    options = ops.Options(None, 0.5, False, True, False, 5, 0, 1, 1, False, "tiled")
     indexer = options._replace(b_head_summed=True)
     packed = (torch.tensor([0, 4, 9]), torch.tensor([0, 6, 13]))
     arguments = {}
@@ -68,6 +68,7 @@ def op_arguments() -> dict[str, tuple]:
             f"paired_rows-{kind}": (*heads, *options),
             f"mixture_rows-{kind}": (*groups, *norm_a, False, *options),
             f"mixture_rows-{kind}_index": (*index, *norm_a, False, *indexer),
+            f"mixture_rows-{kind}_max": (*groups, *norm_a, False, *options._replace(runs=2)),
             f"train-{kind}": (*groups, *norm_a, *norm_b, torch.rand(1, 2, 9), *options),
             f"train-{kind}_index": (*index, *norm_a, *norm_i, torch.rand(1, 1, 9), *indexer),
             f"rows_backward-{kind}_index": (
