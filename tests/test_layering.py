@@ -70,9 +70,16 @@ ALLOWED = {
     },
     "sparse/arguments.py": {"streamkl.api", "streamkl.problem", "streamkl.validation", "streamkl.value_checks"},
     "sparse/ops.py": {"streamkl.engines", "streamkl.ops", "streamkl.problem", "streamkl.value_checks"},
-    "sparse/attention.py": {SPARSE, "streamkl.api", "streamkl.reference", "streamkl.validation"},
+    "sparse/head_groups.py": set(),
+    "sparse/attention.py": {
+        SPARSE,
+        f"{SPARSE}.head_groups",
+        "streamkl.api",
+        "streamkl.reference",
+        "streamkl.validation",
+    },
     "sparse/scores.py": {f"{SPARSE}.arguments", "streamkl.problem"},
-    "sparse/selection.py": {SPARSE, f"{SPARSE}.arguments"},
+    "sparse/selection.py": {SPARSE, f"{SPARSE}.arguments", f"{SPARSE}.head_groups"},
     "sparse/selectors.py": {f"{SPARSE}.arguments", f"{SPARSE}.selection", "streamkl.problem"},
     "sparse/diagnostics.py": {SPARSE, f"{SPARSE}.arguments", "streamkl.problem"},
     "indexer/__init__.py": {f"{INDEXER}.base", f"{INDEXER}.head", f"{INDEXER}.lightning", f"{INDEXER}.rope"},
@@ -201,6 +208,7 @@ BENCH = {
     "suites": {"bench.cells", "bench.models", "testing"},
     "implementations": {"engines", "engines.cpu", "problem", "bench", "bench.cells", "bench.products"},
     "gate": {"bench.cells", "testing"},
+    "guard": {"bench", "bench.cells", "bench.implementations", "bench.measure", "testing"},
     "measure": {"bench.cells"},
     "isolated": {"bench.cells", "bench.implementations"},
     "machine": {"engines"},
@@ -251,11 +259,10 @@ DISTILLATION = {
     "__init__": {"distillation.settings"},
     "settings": set(),
     "attention": {
-        "api", "dense_attention", "distillation.groups", "distillation.layer", "sparse",
+        "api", "dense_attention", "distillation.layer", "sparse",
         "integrations.transformers.recording", FAMILIES,
     },
-    "figures": {"api", "distillation.groups", "distributed", "sparse", "integrations.transformers.recording"},
-    "groups": set(),
+    "figures": {"api", "distributed", "sparse", "sparse.head_groups", "integrations.transformers.recording"},
     "layer": {
         "api", "distillation.figures", "distributed", "indexer", "sparse", "integrations.transformers.recording",
         FAMILIES,
@@ -585,8 +592,8 @@ def test_nothing_imports_testing_but_the_doctor_and_the_benchmark() -> None:
         if any(name.startswith("streamkl.testing") for name in imports(path)) and path.parent.name != "testing"
     }
     assert importers == {
-        "cli/doctor.py", "bench/attention.py", "bench/cells.py", "bench/gate.py", "bench/suites.py",
-        "selfcheck/checks.py",
+        "cli/doctor.py", "bench/attention.py", "bench/cells.py", "bench/gate.py", "bench/guard.py",
+        "bench/suites.py", "selfcheck/checks.py",
     }  # fmt: skip
 
 

@@ -45,7 +45,9 @@ def test_indexers_of_a_structural_model_learn_and_the_sparse_model_loads_back(
         assert torch.equal(loaded(ids).logits, dense(ids).logits)
         named = AutoModelForCausalLM.from_pretrained(model, attn_implementation="streamkl_oracle")
         dense.set_attn_implementation("sdpa")
-        torch.testing.assert_close(named(ids).logits, dense(ids).logits)  # of 2,048 keys, all
+        expected = dense(ids).logits
+        error = (named(ids).logits - expected).abs().max() / expected.abs().max()  # of 2,048 keys, all
+        assert error <= 32 * torch.finfo(torch.float32).eps
         assert not torch.equal(loaded(ids).logits, dense(ids).logits), "it is sparse"
 
 

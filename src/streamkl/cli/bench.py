@@ -148,6 +148,37 @@ def attention(
         _write_costs(output, model, costs, dtype=dtype, checkpointing=checkpointing)
 
 
+@app.command()
+def guard(
+    band: float = typer.Option(1.25, help="By how many times a ratio may be more than that of the table."),
+    seconds: float = typer.Option(1.0, help="Seconds of repetitions per call, at least five repetitions."),
+    update: bool = typer.Option(False, help="Measure this machine, and write its row of the table."),
+) -> None:
+    """Fails if StreamKL has become slower beside PyTorch than the table of this instruction set says."""
+    from streamkl.bench import guard as bench
+
+    console, name = _console(), bench.instruction_set()
+    if update:
+        bench.update(bench.TABLE, seconds)
+    expected = bench.read(bench.TABLE).get(name)
+    if expected is None:
+        console.print(f"The table has no ratios for {name}: --update measures them.", highlight=False)
+        return
+    verdicts = bench.check(expected, band, seconds)
+    table = Table(title=f"Times over PyTorch's, {name}", title_justify="left", box=box.SIMPLE)
+    for column in ("what", "ratio", "in the table", "times", "measured"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for v in verdicts:
+        style = None if v.holds(band) else "bold red"
+        row = (v.name, f"{v.ratio:.2f}", f"{v.expected:.2f}", f"{v.ratio / v.expected:.2f}", f"{v.tries}x")
+        table.add_row(*row, style=style)
+    console.print(table)
+    slower = [v.name for v in verdicts if not v.holds(band)]
+    if slower:
+        console.print(f"[bold red]Slower by more than {band - 1:.0%}:[/] {'; '.join(slower)}", highlight=False)
+        sys.exit(1)
+
+
 @contextmanager
 def _measuring(model: str, threads: int) -> Iterator[None]:
     """Checks the path of a model and sets the threads; what a measurement raises is an error of the user."""

@@ -12,7 +12,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from streamkl.dense_attention import causal_attention, compressed_attention, merged, window_attention, with_rest
-from streamkl.distillation.groups import by_group
 from streamkl.distillation.layer import UNDER_WAY
 from streamkl.integrations.transformers.families import family_of
 from streamkl.integrations.transformers.recording import Attended, captures_of, refuse
@@ -119,7 +118,7 @@ def distill_attention(
     keys = None
     if selected is not None:
         keys_of = family_of(module.config).attended(module, selected, query.shape[2])
-        output, lse = selected_attention(query, key, value, keys_of, scaling)
+        output, lse = sparse_attention(query, key, value, keys_of, scale=scaling, return_lse=True)
     elif batch is None or context is None or batch.by_heads:
         output, lse = causal_attention(query, key, value, scaling)
     else:
@@ -189,18 +188,3 @@ def _with_compressed(
     for capture, layer in captures_of(module):
         capture.tell(Attended(layer, call, selected))
     return output.transpose(1, 2).contiguous(), None
-
-
-def selected_attention(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention to the selected keys, and the log-sum-exp of its logits.
-
-    Args:
-        q: ``[B, H, N, D]``.
-        k: ``[B, Hkv, N, D]``.
-        v: ``[B, Hkv, N, Dv]``.
-        selected: ``[B, N, K]``, or of each head group ``[B, R, N, K]``.
-        scale: Multiplies the products; ``1/sqrt(D)`` if not given.
-    """
-    indices, queries, keys, values = by_group(selected, q, k, v)
-    output, lse = sparse_attention(queries, keys, values, indices, scale=scale, return_lse=True)
-    return output.reshape(*q.shape[:3], v.shape[3]), lse.reshape(q.shape[:3])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from streamkl.api import attention_lse
-from streamkl.distillation.groups import by_group
 from streamkl.distributed import ContextParallel, Gathered
 from streamkl.integrations.transformers.recording import Attended
 from streamkl.sparse import IndexTensors, attention_mass, topk_recall
+from streamkl.sparse.head_groups import HeadGroups
 
 ROWS = 64
 """Figures are those of the last queries of a sequence, which see the most keys."""
@@ -61,11 +61,12 @@ def measure(
             lse = call.lse[:, :, rows]
         if call.rest is not None:
             lse = torch.logaddexp(lse, call.rest[:, :, rows])
-        selected, q, k, lse = by_group(selected, q, k, lse)
+        groups = HeadGroups(selected.shape[1] if selected.dim() == 4 else 1, packed=False)
+        selected = groups.split_indices(selected) if selected.dim() == 4 else selected
+        q, k, lse = (groups.split(x) for x in (q, k, lse))
         options: dict[str, Any] = {"scale": call.scale, "lse": lse, "reduction": "none"}
-        groups = q.shape[0] // key.shape[0]
-        recall = recall + topk_recall(q, k, selected, **options).sum() / groups
-        mass = mass + attention_mass(q, k, selected, **options).sum() / groups
+        recall = recall + topk_recall(q, k, selected, **options).sum() / groups.count
+        mass = mass + attention_mass(q, k, selected, **options).sum() / groups.count
     if context is not None:
         recall, mass = context.total(recall), context.total(mass)
     count = key.shape[0] * (tokens - measured) // span

@@ -10,6 +10,7 @@ from torch import Tensor
 from streamkl import reference, validation
 from streamkl.api import Backend
 from streamkl.sparse import ops as _ops  # noqa: F401  # registers the operators
+from streamkl.sparse.head_groups import HeadGroups
 
 
 @overload
@@ -88,6 +89,8 @@ def sparse_attention(
         indices: ``[B, query_blocks, K]``, packed ``[query_blocks, K]``, int32 or int64: the selected keys, as
             `index_topk` and `oracle_topk` return them: in any order, no key twice, padded with -1, in a packed batch
             counted from the first key of the sequence. A key that a query may not see is hidden from that query only.
+            With ``[B, G, query_blocks, K]``, packed ``[G, query_blocks, K]``, each of ``G`` groups of consecutive heads
+            has a selection of its own; ``G`` divides ``Hkv``, and ``Hkv`` itself is one per KV head.
         query_block: How many consecutive queries of a sequence share their top-k. There are ``ceil(Nq / query_block)``
             query blocks, in a packed batch those of the sequences one after another.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
@@ -138,6 +141,12 @@ def sparse_attention(
         >>> sparse_attention(chunk, k, v, selected, query_block=64, **cu_seqlens, page_table=page_table).shape
         torch.Size([64, 4, 32])
     """
+    packed = cu_seqlens_q is not None
+    if isinstance(indices, Tensor) and indices.dim() == (3 if packed else 4):
+        return _by_group(
+            q, k, v, indices, query_block, scale, causal, window, cu_seqlens_q, cu_seqlens_k, page_table, return_lse,
+            backend,
+        )  # fmt: skip
     arguments = validation.sparse_attention_arguments(
         q, k, v, indices, query_block, scale, causal, window, cu_seqlens_q, cu_seqlens_k, page_table, backend
     )
@@ -157,3 +166,33 @@ def sparse_attention(
         return out
     lse = (m + ln_l).detach()
     return out, lse[0] if keys.packed else lse
+
+
+def _by_group(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    query_block: int,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    page_table: Tensor | None,
+    return_lse: bool,
+    backend: Backend,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of head groups that have a selection each."""
+    groups = HeadGroups(indices.shape[0 if cu_seqlens_q is not None else 1], cu_seqlens_q is not None)
+    if page_table is not None:
+        raise ValueError("with a page_table there is one selection for all heads: got indices of head groups")
+    groups.check(q=q, k=k, v=v)
+    cu_seqlens_q, cu_seqlens_k = groups.sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k))
+    out, lse = sparse_attention(
+        groups.split(q), groups.split(k), groups.split(v), groups.split_indices(indices), query_block=query_block,
+        scale=scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        return_lse=True, backend=backend,
+    )  # fmt: skip
+    out = groups.join(out)
+    return (out, groups.join_rows(lse)) if return_lse else out

@@ -6,7 +6,7 @@ lower index. Tensors are dense or packed (varlen).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from streamkl.sparse.arguments import (
     index_arguments,
     index_lse,
 )
+from streamkl.sparse.head_groups import HeadGroups
 
 
 @torch.no_grad()
@@ -109,6 +110,7 @@ def oracle_topk(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     lse: Tensor | None = None,
+    groups: int = 1,
     backend: SelectionBackend = "auto",
 ) -> Tensor:
     """The keys that attention attends to most, by the head mean of its softmax, streaming: the oracle.
@@ -132,10 +134,13 @@ def oracle_topk(
         cu_seqlens_q: ``[sequences + 1]``: where each packed sequence's queries start, and the end.
         cu_seqlens_k: The same for the keys.
         lse: ``[B, H, Nq]``, packed ``[H, Tq]``: what `streamkl.attention_lse` returns; computed if not given.
+        groups: With more than one, each of as many groups of consecutive heads selects keys by the mean of its own
+            heads; it divides ``Hkv``, and ``Hkv`` itself is one selection per KV head.
         backend: ``"auto"`` takes the fastest engine that can run. A named one is used or raises, and never falls back.
 
     Returns:
-        ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, int32, in the order of `index_topk`.
+        ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, int32, in the order of `index_topk`; with several
+        groups ``[B, groups, query_blocks, topk]``, packed ``[groups, query_blocks, topk]``.
 
     Examples:
         >>> import torch
@@ -147,6 +152,11 @@ def oracle_topk(
                 [ 1,  2]], dtype=torch.int32)
     """
     check_selection(topk, query_block, backend)
+    if groups != 1:
+        return _oracle_by_group(
+            q, k, HeadGroups(groups, cu_seqlens_q is not None), lse, cu_seqlens_q, cu_seqlens_k, topk=topk,
+            query_block=query_block, scale=scale, causal=causal, window=window, backend=backend,
+        )  # fmt: skip
     arguments = attention_arguments(q, k, scale, causal, window, cu_seqlens_q, cu_seqlens_k, lse)
     support = arguments.support
     indices = torch.ops.streamkl.attention_topk(
@@ -154,3 +164,22 @@ def oracle_topk(
         support.left, support.right, query_block, backend,
     )  # fmt: skip
     return indices[0] if arguments.packed else indices
+
+
+def _oracle_by_group(
+    q: Tensor,
+    k: Tensor,
+    groups: HeadGroups,
+    lse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """`oracle_topk` of head groups."""
+    groups.check(q=q, k=k)
+    cu_seqlens_q, cu_seqlens_k = groups.sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k))
+    found = oracle_topk(
+        groups.split(q), groups.split(k), lse=None if lse is None else groups.split_rows(lse),
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **options,
+    )  # fmt: skip
+    return groups.join_indices(found)

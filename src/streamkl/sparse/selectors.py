@@ -69,7 +69,10 @@ class Selector(Protocol):
         ...
 
     def select(self, call: AttentionCall) -> Tensor:
-        """The selected keys, ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, for `sparse_attention`."""
+        """The selected keys, ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, for `sparse_attention`.
+
+        Those of several head groups are ``[B, G, query_blocks, topk]``, packed ``[G, query_blocks, topk]``.
+        """
         ...
 
 
@@ -99,13 +102,17 @@ class OracleSelector(_Selector):
     Attributes:
         topk: How many keys are selected per query block.
         query_block: How many consecutive queries of a sequence share their top-k.
+        per_kv_head: Whether the heads of each KV head select for themselves, by their own mean.
     """
+
+    per_kv_head: bool = False
 
     def select(self, call: AttentionCall) -> Tensor:
         """The selected keys of a call; if it has no ``lse``, another pass computes it."""
         return oracle_topk(
             call.q, call.k, topk=self.topk, query_block=self.query_block, scale=call.scale, causal=call.causal,
             window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, lse=call.lse,
+            groups=call.k.shape[1] if self.per_kv_head else 1,
         )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def test_with_a_topk_of_all_keys_every_selector_is_the_dense_model(family, dense
     dense = dense_of(model, input_ids=ids)
     for selector in (
         OracleSelector(TOKENS, BLOCK), WindowSelector(TOKENS, BLOCK), RandomSelector(TOKENS, 1),
-        IndexerSelector(TOKENS, BLOCK),
+        IndexerSelector(TOKENS, BLOCK), OracleSelector(TOKENS, BLOCK, per_kv_head=True),
     ):  # fmt: skip
         skl.sparsify(model, selector, indexers_for(model, family))
         dense.check(model(ids).logits)

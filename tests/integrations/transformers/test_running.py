@@ -35,6 +35,23 @@ def test_back_to_sdpa_it_is_the_dense_model_bit_for_bit(family) -> None:
 
 
 @torch.no_grad()
+def test_kv_heads_that_select_for_themselves_do_so_in_padded_batches_too() -> None:
+    model, row = tiny_model("llama"), tokens(1, TOKENS)
+    skl.sparsify(model, OracleSelector(6, 4))
+    shared = model(row).logits
+    handle = skl.sparsify(model, OracleSelector(6, 4, per_kv_head=True))
+    seen = []
+    with handle.watch(lambda attended: seen.append(attended.indices.shape)):
+        alone = model(row).logits
+    assert seen == [(1, 2, TOKENS // 4, 6)] * 2
+    assert not torch.allclose(alone, shared, atol=1e-3)
+    ids = torch.cat((torch.zeros(1, 3, dtype=torch.long), row), 1)
+    mask = (torch.arange(TOKENS + 3) >= 3).long()[None]
+    padded = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 3:]
+    torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_the_other_names_select_as_many_keys_by_other_policies() -> None:
     model, ids = tiny_model("llama"), tokens(2, TOKENS)
     dense = model(ids).logits

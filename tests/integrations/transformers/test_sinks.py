@@ -75,7 +75,7 @@ def test_padded_packed_and_chunked_calls_are_the_plain_call(model, implementatio
 def test_what_cannot_be_gathered_is_refused_in_a_sentence() -> None:
     with pytest.raises(
         ValueError,
-        match="minimax_m3_vl cannot be made sparse: its head groups select keys for themselves, and sparse attention "
-        "takes one selection for all heads",
+        match="minimax_m3_vl cannot be made sparse: its indexers select blocks of keys for each head group, and no "
+        "selector does",
     ):
         skl.sparsify(tiny_model("minimax_m3_vl"), OracleSelector(8, 4))

@@ -11,7 +11,7 @@ from streamkl.sparse import IndexerSelector, OracleSelector, RandomSelector, Sel
 KINDS = {"indexer": IndexerSelector, "oracle": OracleSelector, "random": RandomSelector, "window": WindowSelector}
 OPTIONS: dict[str, dict[str, Check]] = {
     "indexer": {"activation": one_of("relu", None), "normalise": one_of(None, True, False)},
-    "oracle": {},
+    "oracle": {"per_kv_head": one_of(True, False)},
     "random": {"seed": integer(-(1 << 63), (1 << 64) - 1)},  # the range of torch's generators
     "window": {"sinks": integer(0, LARGEST)},
 }
@@ -28,7 +28,7 @@ def to_json(selector: Selector) -> dict[str, Any]:
         >>> from streamkl.integrations.saved.selectors import to_json
         >>> from streamkl.sparse import OracleSelector
         >>> to_json(OracleSelector(topk=256, query_block=64))
-        {'kind': 'oracle', 'topk': 256, 'query_block': 64}
+        {'kind': 'oracle', 'topk': 256, 'query_block': 64, 'per_kv_head': False}
     """
     for kind, cls in KINDS.items():
         if type(selector) is cls:

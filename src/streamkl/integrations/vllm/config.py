@@ -90,6 +90,10 @@ def check(vllm_config: Any, settings: Settings) -> None:
             "--tensor-parallel-size 1",
         ),
         (
+            isinstance(settings.selector, OracleSelector) and settings.selector.per_kv_head,
+            "sparse prefill in vLLM has one selection for all heads: take 'per_kv_head' out of the selector",
+        ),
+        (
             max(getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")) > 1,
             "sparse prefill in vLLM does not run with context parallelism",
         ),

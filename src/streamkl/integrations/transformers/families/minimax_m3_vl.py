@@ -58,7 +58,7 @@ class MiniMaxM3(OwnIndexers):
     name = "minimax_m3_vl"
     model_types = ("minimax_m3_vl", "minimax_m3_vl_text")
     attention = "MiniMaxM3VLAttention"
-    not_sparse = "its head groups select keys for themselves, and sparse attention takes one selection for all heads"
+    not_sparse = "its indexers select blocks of keys for each head group, and no selector does"
 
     def own_topk(self, config: Any) -> int:
         """The keys of as many blocks as the config says."""
