@@ -17,10 +17,10 @@ types:
 	pyright
 
 test:
-	pytest -n 2
+	pytest -n 2 --dist worksteal
 
 test-fast:
-	pytest -n 2 -m 'not slow' --fuzz-seeds 15
+	pytest -n 2 --dist worksteal -m 'not slow' --fuzz-seeds 15
 
 test-nightly:  ## everything: 2,000 fuzz seeds, every case in Triton's interpreter, and the tests that take minutes; hours
 	pytest -n 2 --nightly --fuzz-seeds 2000
@@ -56,6 +56,7 @@ memory:  ## measures, and draws docs/images/memory.png
 	streamkl bench plot benchmarks/results/memory.jsonl --output docs/images
 
 recipes:  ## attention KL between models: TEXT=books/train HELD_OUT=books/test, and NEW=, NEW_HELD_OUT= for continual learning; hours, resumable
+	test -n "$(TEXT)" -a -n "$(HELD_OUT)" -a -n "$(NEW)" -a -n "$(NEW_HELD_OUT)"  # before hours of work
 	python benchmarks/attention_recipes.py rope --text $(TEXT) --held-out $(HELD_OUT)
 	python benchmarks/attention_recipes.py continual --text $(NEW) --held-out $(NEW_HELD_OUT) --old $(HELD_OUT)
 

@@ -15,7 +15,7 @@ logits to the model as it was (``logits``), with the KL of attention (``attentio
 Seed 0 chooses the learning rate of each loss, and then the weight and the layers of attention KL, in short trainings,
 by the held-out loss. Then each loss is trained with each seed until it has taken the time of the slowest one, and is
 evaluated after the same number of steps and after the same time. Every training that ends is a line of the output:
-started again, the script goes on where it was.
+the same command resumes a run that was stopped.
 """
 
 from __future__ import annotations
@@ -162,15 +162,17 @@ class Bench:
 
     Attributes:
         model: The folder of the model.
+        data: What records are told apart by, beside the training: the model's name, the texts, and their lengths.
         train: Sequences to train on, ``[sequences, tokens]``.
         texts: Held-out sequences, by name.
         output: A file of one JSON line per training.
         scratch: A folder that the trainer may use.
         batch: Sequences of a step.
-        tuning_sequences: How many held-out sequences a short training is judged by.
+        tuning_sequences: How many held-out sequences, the first ones, short trainings are judged by; no others are.
     """
 
     model: str
+    data: dict[str, Any]
     train: Tensor
     texts: dict[str, Tensor]
     output: Path
@@ -183,19 +185,24 @@ class Bench:
             whole = self.output.read_text()
             self.output.write_text(whole[: whole.rfind("\n") + 1])
 
+    def found(self, trial: Trial) -> dict[str, Any] | None:
+        """The record of a training that has run."""
+        wanted = dataclasses.asdict(trial)
+        return next((r for r in read(self.output) if r["trial"] == wanted and r["data"] == self.data), None)
+
     def run(self, trial: Trial) -> dict[str, Any]:
         """The record of a training, which runs if there is none yet."""
-        for record in read(self.output):
-            if record["trial"] == dataclasses.asdict(trial):
-                return record
+        if (before := self.found(trial)) is not None:
+            return before
         print(f"{trial.recipe}: {describe(trial)}, {trial.steps} steps", flush=True)
-        few = not trial.also
-        texts = {name: ids[: self.tuning_sequences] if few else ids for name, ids in self.texts.items()}
+        part = slice(self.tuning_sequences, None) if trial.also else slice(self.tuning_sequences)
+        texts = {name: ids[part] for name, ids in self.texts.items()}
         evaluation = Evaluation({trial.steps, trial.also}, texts)
         trainer = self._trainer(trial, evaluation)
         trainer.train()
         record = {
             "trial": dataclasses.asdict(trial),
+            "data": self.data,
             "evaluations": evaluation.found,
             "seconds_per_step": median(evaluation.seconds),
             "machine": facts(torch.device("cpu")),
@@ -205,7 +212,7 @@ class Bench:
         return json.loads(json.dumps(record))
 
     def _trainer(self, trial: Trial, evaluation: Evaluation) -> Trainer:
-        teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.model)
+        teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         student = RECIPES[trial.recipe](copy.deepcopy(teacher))
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(trial.seed))
         samples: Any = [{"input_ids": row, "labels": row} for row in self.train[order]]
@@ -213,7 +220,7 @@ class Bench:
             str(self.scratch), max_steps=trial.steps, per_device_train_batch_size=self.batch, seed=trial.seed,
             learning_rate=trial.rate, lr_scheduler_type="constant_with_warmup", warmup_steps=WARMUP, weight_decay=0.0,
             logging_steps=10, report_to=[], save_strategy="no", use_cpu=True,
-            bf16="amx" in facts(torch.device("cpu"))["capability"].lower(),
+            bf16="bfloat16 as it is" in facts(torch.device("cpu"))["capability"],
         )  # fmt: skip
         given: dict[str, Any] = {"train_dataset": samples, "callbacks": [evaluation]}
         if trial.loss == "lm":
@@ -349,13 +356,16 @@ def main(arguments: list[str] | None = None) -> None:
             ids = packed(tokenizer, sources, given.tokens, most, field="text", encoding="utf-8")
             return torch.from_numpy(ids.astype("int64"))
 
-        texts = {"held-out": sequences(given.held_out, given.sequences)}
+        evaluated = given.sequences + given.tuning_sequences
+        texts = {"held-out": sequences(given.held_out, evaluated)}
         if given.old:
-            texts["old"] = sequences(given.old, given.sequences)
+            texts["old"] = sequences(given.old, evaluated)
+        names = {what: [Path(name).name for name in getattr(given, what)] for what in ("text", "held_out", "old")}
+        data = {"model": Path(given.model).name, **names, "tokens": given.tokens, "batch": given.batch}
         train = sequences(given.text, 4 * given.steps * given.batch)
         given.output.parent.mkdir(parents=True, exist_ok=True)
         scratch = given.output.with_suffix(".scratch")
-        bench = Bench(given.model, train, texts, given.output, scratch, given.batch, given.tuning_sequences)
+        bench = Bench(given.model, data, train, texts, given.output, scratch, given.batch, given.tuning_sequences)
         for recipe in given.recipe:
             compare(bench, recipe, given.steps, given.tuning_steps, given.seeds)
     print(tables(read(given.output)))

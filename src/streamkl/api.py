@@ -100,9 +100,10 @@ def attention_kl(
         divergence: ``"forward"`` is KL(teacher || student), ``"reverse"`` KL(student || teacher), the latter for
             ``R == H``.
         target: ``"token"``, or ``"block_sum"`` or ``"block_max"``: ``teacher_k`` then has ``r`` keys for each of the
-            student's, ``Nk * r`` in all, and the target of a key is the sum of the mean attention to its ``r``, or the
-            largest, with a sum of 1 over the keys. Masks, ``cu_seqlens_k`` and ``topk_indices`` are those of the
-            student's keys, and ``teacher_lse`` is over all keys of those that they allow; ``"block_max"`` takes none.
+            student's, ``Nk * r`` in all. ``"block_sum"``: the target of a key is the sum of the mean attention to its
+            ``r`` keys. ``"block_max"``: it is the largest of them, divided by the sum of all targets. Masks,
+            ``cu_seqlens_k`` and ``topk_indices`` are those of the student's keys, and ``teacher_lse`` is over all keys
+            of those that they allow; ``"block_max"`` takes none.
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, R, Nq]``, packed ``[R, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.
@@ -252,9 +253,10 @@ def indexer_kl(
             only under ``STREAMKL_CHECK=1``.
         row_weight: ``[B, Nq]`` or ``[B, 1, Nq]``, packed ``[Tq]`` or ``[1, Tq]``: not negative, a constant.
         target: ``"token"``, or ``"block_sum"`` or ``"block_max"``: ``teacher_k`` then has ``r`` keys for each of the
-            indexer's, ``Nk * r`` in all, and the target of a key is the sum of the mean attention to its ``r``, or the
-            largest, with a sum of 1 over the keys. Masks, ``cu_seqlens_k`` and ``topk_indices`` are those of the
-            indexer's keys, and ``teacher_lse`` is over all keys of those that they allow; ``"block_max"`` takes none.
+            indexer's, ``Nk * r`` in all. ``"block_sum"``: the target of a key is the sum of the mean attention to its
+            ``r`` keys. ``"block_max"``: it is the largest of them, divided by the sum of all targets. Masks,
+            ``cu_seqlens_k`` and ``topk_indices`` are those of the indexer's keys, and ``teacher_lse`` is over all keys
+            of those that they allow; ``"block_max"`` takes none.
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, 1, Nq]``, packed ``[1, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.

@@ -68,7 +68,8 @@ class BlockHeads(NamedTuple):
 
         Key heads that several groups read are repeated for each of them.
         """
-        k = k.repeat_interleave(math.lcm(k.shape[1], self.groups) // k.shape[1], 1)
+        times = math.lcm(k.shape[1], self.groups) // k.shape[1]
+        k = k if times == 1 else k.repeat_interleave(times, 1)
         k = k.unflatten(2, (-1, self.block)).unflatten(1, (self.groups, -1))  # [B, groups, heads, blocks, block, D]
         return k.permute(0, 1, 4, 2, 3, 5).flatten(1, 3)
 

@@ -469,7 +469,7 @@ def _check_target(target: str, queries: dict[str, Tensor], keys: dict[str, Tenso
     (teacher_name, teacher), (student_name, student) = keys.items()
     _check_tokens({teacher_name: teacher[:, :, :0], student_name: student[:, :, :0]}, packed=packed)  # the batch
     tokens, blocks = teacher.shape[2], student.shape[2]
-    if tokens != 0 and (blocks == 0 or tokens % blocks):
+    if bool(tokens) != bool(blocks) or (blocks and tokens % blocks):
         raise ValueError(
             f"target={target!r} takes a whole number of {teacher_name} per {student_name}: got {tokens} and {blocks}"
         )
@@ -477,10 +477,10 @@ def _check_target(target: str, queries: dict[str, Tensor], keys: dict[str, Tenso
 
 
 def _refuse_lse_of_block_max(target: str, teacher_lse: Tensor | None) -> None:
-    """Refuses a log-sum-exp that no sum over the keys could be checked with."""
+    """Refuses a log-sum-exp that cannot be checked: the maxima of blocks sum to anything."""
     if target == "block_max" and teacher_lse is not None:
         raise ValueError(
-            "teacher_lse is not taken with target='block_max', whose pass does not sum over the keys: leave it out"
+            "teacher_lse is not taken with target='block_max', since no pass over its keys could check it: leave it out"
         )
 
 

@@ -1,4 +1,4 @@
-"""``benchmarks/attention_recipes.py``: its students are those it names, and it goes on where it was stopped."""
+"""``benchmarks/attention_recipes.py``: its students are those it names, and it resumes a run that was stopped."""
 
 from __future__ import annotations
 
@@ -106,6 +106,11 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     again = recipes.read(output)
     assert len(again) == len(records)
     assert [record["trial"] for record in again] == [record["trial"] for record in records]
+    other = recipes.Bench("another model", {**again[0]["data"]}, torch.zeros(1, 8), {}, output, tmp_path, 1, 1)
+    assert again[0]["data"]["tokens"] == 32
+    assert other.found(recipes.Trial(**again[0]["trial"])) is not None
+    other.data["tokens"] = 64
+    assert other.found(recipes.Trial(**again[0]["trial"])) is None, "a record of other text is not taken"
     recipes.main(["--output", str(output)])
     assert capsys.readouterr().out.endswith(recipes.tables(again) + "\n")
 

@@ -36,6 +36,8 @@ TABLE = Path(__file__).with_name("table.toml")
 BUILD = "from streamkl.engines.cpu import build; build.build()"
 LANGUAGES = ("Python", "C++", "Triton")
 GOOD = ("caught", "caught by the time limit", "caught by a crash", "equivalent")
+SEEDS = 240
+"""How many seeded problems a row may choose from, by their numbers."""
 
 
 class Mutant(NamedTuple):
@@ -180,7 +182,8 @@ def _test_in_fork(copy: Path, tests: list[str], log: Path) -> None:
     os.chdir(ROOT)
     sys.path.insert(0, str(copy))
     plugins = ("no:cacheprovider", "no:hypothesispytest", "no:anyio")  # which take longer than most tests
-    sys.exit(pytest.main(["-x", "-q", *(f"-p{plugin}" for plugin in plugins), *tests]))
+    options = ("-x", "-q", f"--fuzz-seeds={SEEDS}", *(f"-p{plugin}" for plugin in plugins))
+    sys.exit(pytest.main([*options, *tests]))
 
 
 def _environment(copy: Path) -> dict[str, str]:

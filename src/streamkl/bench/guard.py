@@ -1,7 +1,7 @@
 """The guard against regressions: a few ratios of times, measured in one run and held to a table of this package.
 
-A ratio is StreamKL's time over that of a call of PyTorch on the same tensors, so that it depends on the machine's
-instruction set much more than on its speed. The table has a row per instruction set.
+A ratio is StreamKL's time over that of attention by PyTorch, or of its bare products, on the same tensors, so that it
+depends on the machine's instruction set much more than on its speed. The table has a row per instruction set.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from streamkl.bench.measure import alternate
 from streamkl.testing import Heads
 
 TABLE = Path(__file__).with_name("guard.json")
-BAND, TRIES = 1.25, 3
-"""A ratio may be this many times that of the table; one that is more is measured again, so many times in all."""
+TRIES = 3
+"""How often a ratio that is beyond its band is measured in all."""
 
 
 class Guarded(NamedTuple):
-    """A cell, and the call of PyTorch that StreamKL's time is divided by.
+    """A cell, and the call that StreamKL's time is divided by.
 
     Attributes:
         cell: The cell.

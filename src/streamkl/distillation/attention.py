@@ -37,6 +37,10 @@ class Causal:
     def __getitem__(self, part: Any) -> Causal:
         return self
 
+    def is_floating_point(self) -> bool:
+        """No, it is a mask of bool."""
+        return False
+
     def __and__(self, selected: Any) -> Causal:
         return self  # the keys that are selected, if any are, are in the batch
 

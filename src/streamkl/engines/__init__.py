@@ -25,11 +25,11 @@ class Engine(Protocol):
     """The functions of an engine. Row vectors are ``[B, heads, Nq]``, in float32 (float64 for float64 inputs).
 
     Row vectors of side ``b`` have ``problem.distributions`` heads, those of side ``a`` its heads. An indexer is a side
-    ``b`` that is ``head_summed``; keys are selected where there is a ``support.topk``. An engine that lacks one or the
-    other says so in ``unsupported``. Three functions are optional: ``reluctant(device)`` says why ``auto`` should not
-    take an engine that can run; ``broken(device, problem)`` says why an engine that should run does not, such as after
-    a failed build, and ``auto`` then warns; ``first_wrong_row(topk, nk)`` checks top-k indices faster than
-    ``value_checks.check_topk``.
+    ``b`` that is ``head_summed``; keys are selected where there is a ``support.topk``; the target is a maximum where
+    ``problem.runs > 1``. An engine that lacks one of these says so in ``unsupported``. Three functions are optional:
+    ``reluctant(device)`` says why ``auto`` should not take an engine that can run; ``broken(device, problem)`` says why
+    an engine that should run does not, such as after a failed build, and ``auto`` then warns; ``first_wrong_row(topk,
+    nk)`` checks top-k indices faster than ``value_checks.check_topk``.
     """
 
     name: str

@@ -139,7 +139,7 @@ class DistillationStep:
                 "the teacher did not run in this step: call step.teach(**batch) after the student's forward"
             )
         if not distiller.pairs:
-            return torch.zeros(())
+            return torch.zeros((), device=next(distiller.student.parameters()).device)
         weighted = [distiller.weights[layer] * loss for layer, loss in sorted(self.losses.items())]
         return torch.stack([loss.to(weighted[0].device) for loss in weighted]).sum() / len(weighted)
 

@@ -41,11 +41,11 @@ def select_compressed(index: IndexTensors, key_span: int, topk: int, activation:
 
 
 def with_incomplete(selected: Tensor, span: int, tokens: int) -> Tensor:
-    """The tokens of selected runs of ``span`` tokens, and those of each query's own run, while it is incomplete.
+    """The tokens of selected blocks of ``span`` tokens, and those of each query's own block, while it is incomplete.
 
     Args:
-        selected: ``[B, Nq, K]``: the runs, -1 for none.
-        span: How many tokens a run has.
+        selected: ``[B, Nq, K]``: the blocks, -1 for none.
+        span: How many tokens a block has.
         tokens: How many tokens there are; the queries are the last of them.
 
     Returns:
@@ -61,11 +61,13 @@ def with_incomplete(selected: Tensor, span: int, tokens: int) -> Tensor:
 
 @torch.no_grad()
 def incomplete_lse(q: Tensor, k: Tensor, span: int, scale: float | None) -> Tensor:
-    """``[B, H, N]``: the log-sum-exp over the keys of each query's incomplete run; -inf where it is complete."""
+    """``[B, H, N]``: the log-sum-exp over the keys of each query's incomplete block; -inf where it is complete."""
+    if not isinstance(k, Tensor):
+        raise ValueError("ranks cannot share blocks of keys: leave context_parallel and tensor_parallel at 1")
     tokens, wide = q.shape[2], torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1) if q.shape[1] > k.shape[1] else k
-    runs = [functional.pad(x, (0, 0, 0, -tokens % span)).unflatten(2, (-1, span)).to(wide) for x in (q, k)]
-    logits = runs[0] @ runs[1].mT * (q.shape[3] ** -0.5 if scale is None else scale)  # [B, H, runs, span, span]
+    blocks = [functional.pad(x, (0, 0, 0, -tokens % span)).unflatten(2, (-1, span)).to(wide) for x in (q, k)]
+    logits = blocks[0] @ blocks[1].mT * (q.shape[3] ** -0.5 if scale is None else scale)  # [B, H, blocks, span, span]
     hidden = torch.ones(span, span, dtype=torch.bool, device=q.device).triu(1)
     hidden[-1] = True
     return logits.masked_fill(hidden, -torch.inf).logsumexp(-1).flatten(2, 3)[:, :, :tokens]
