@@ -17,10 +17,10 @@ types:
 	pyright
 
 test:
-	pytest -n 2 --dist worksteal
+	pytest -n 2
 
 test-fast:
-	pytest -n 2 --dist worksteal -m 'not slow' --fuzz-seeds 15
+	pytest -n 2 -m 'not slow' --fuzz-seeds 15
 
 test-nightly:  ## everything: 2,000 fuzz seeds, every case in Triton's interpreter, and the tests that take minutes; hours
 	pytest -n 2 --nightly --fuzz-seeds 2000
