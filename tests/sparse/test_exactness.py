@@ -26,9 +26,9 @@ def case(backend, fuzz_seed, monkeypatch):
     if backend == "triton":
         rng = random.Random(fuzz_seed)
         cut = {"hold": rng.choice((32, 1024)), "chunk": 32, "grad": rng.choice((32, 128))}
-        config = Config(rows=rng.choice((16, 32)), keys=rng.choice((8, 16)), warps=1, stages=1, **cut)
+        config = Config(rows=rng.choice((16, 32)), keys=rng.choice((4, 8)), warps=1, stages=1, **cut)
         monkeypatch.setattr(architecture, "INTERPRETED", config)
-        for name, sizes in {"SCORES": (1, 1000, 1 << 24), "RANKED": (16, 64), "PIECE": (16, 32)}.items():
+        for name, sizes in {"SCORES": (1, 1000, 1 << 24), "RANKED": (4, 64), "PIECE": (4, 16)}.items():
             monkeypatch.setattr(selection, name, rng.choice(sizes))
     sizes = {"max_tokens": 12, "max_heads": 5} if backend == "triton" else {}
     return random_sparse_case(fuzz_seed, dtypes=DTYPES if backend == "tiled" else DTYPES[1:], **sizes)
