@@ -64,11 +64,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what takes long and differs little: tests marked ``nightly``, and most cases of Triton's interpreter.
 
-    Not with ``--nightly``, nor where a case is named. What the interpreter runs besides the fuzz is slow.
+    Not with ``--nightly``, nor where a case is named. What the interpreter runs besides the fuzz is slow. The longest
+    tests come first.
     """
     for item in items:
         if item.get_closest_marker("nightly") or (_is_interpreted(item) and "fuzz_seed" not in _drawn(item)):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
     if config.getoption("--nightly") or any("[" in argument for argument in config.args):
         return
     kept, left_out, cases = [], [], Counter[str]()

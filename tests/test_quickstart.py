@@ -32,6 +32,7 @@ def quickstart(folder: Path, **variables: str) -> "subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
+@pytest.mark.longest
 @pytest.mark.filterwarnings("ignore:a top-k of .* shared by a query block")  # an eighth of 160 tokens is fewer than 64
 def test_the_quickstart_reports_on_trained_indexers_and_does_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -45,7 +45,7 @@ print(products())
         ("AVX512_CORE_BF16", ""),
         ("AVX512_CORE_VNNI", ""),
         ("AVX512_CORE", ""),
-        ("AVX2", "avx2"),
+        pytest.param("AVX2", "avx2", marks=pytest.mark.longest),
     ],
 )
 def test_fuzz_with_fewer_instructions(isa: str, capability: str) -> None:

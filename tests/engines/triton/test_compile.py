@@ -26,7 +26,10 @@ def kernels(*arguments: str, timeout: int = 1800) -> subprocess.CompletedProcess
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "targets",
-    [("sm_90", "gfx942"), pytest.param(("sm_80", "sm_90", "sm_100", "gfx942"), marks=pytest.mark.nightly)],
+    [
+        pytest.param(("sm_90", "gfx942"), marks=pytest.mark.longest),
+        pytest.param(("sm_80", "sm_90", "sm_100", "gfx942"), marks=pytest.mark.nightly),
+    ],
     ids=["one_of_each_vendor", "all"],
 )
 def test_kernels_of_the_quick_table_are_within_their_budgets(targets: tuple[str, ...], tmp_path: Path) -> None:
