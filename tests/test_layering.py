@@ -417,7 +417,7 @@ TRANSFORMERS = {
     "families/qwen3_5": {"families.base"},
     "families/gemma3": {"families.base"},
     "families/deepseek_v32": {"families.dsa"},
-    "families/compressed": set(),
+    "families/compressed": {"families.base"},
     "families/deepseek_v4": {"families.base", "families.compressed"},
     "families/glm5_next": {"families.base", "families.compressed", "families.dsa"},
     "families/qwen4_exp": {"families.base", "families.compressed"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -143,10 +143,13 @@ def sparse_attention(
     """
     packed = cu_seqlens_q is not None
     if isinstance(indices, Tensor) and indices.dim() == (3 if packed else 4):
-        return _by_group(
-            q, k, v, indices, query_block, scale, causal, window, cu_seqlens_q, cu_seqlens_k, page_table, return_lse,
-            backend,
+        if page_table is not None:
+            raise ValueError("with a page_table there is one selection for all heads: got indices of head groups")
+        out, lse = _by_group(
+            q, k, v, indices, cu_seqlens_q, cu_seqlens_k, query_block=query_block, scale=scale, causal=causal,
+            window=window, backend=backend,
         )  # fmt: skip
+        return (out, lse) if return_lse else out
     arguments = validation.sparse_attention_arguments(
         q, k, v, indices, query_block, scale, causal, window, cu_seqlens_q, cu_seqlens_k, page_table, backend
     )
@@ -173,26 +176,17 @@ def _by_group(
     k: Tensor,
     v: Tensor,
     indices: Tensor,
-    query_block: int,
-    scale: float | None,
-    causal: bool,
-    window: tuple[int, int] | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    page_table: Tensor | None,
-    return_lse: bool,
-    backend: Backend,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of head groups that have a selection each."""
-    groups = HeadGroups(indices.shape[0 if cu_seqlens_q is not None else 1], cu_seqlens_q is not None)
-    if page_table is not None:
-        raise ValueError("with a page_table there is one selection for all heads: got indices of head groups")
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attention` of head groups that have a selection each, and its log-sum-exp."""
+    packed = cu_seqlens_q is not None
+    groups = HeadGroups(indices.shape[0 if packed else 1], packed)
     groups.check(q=q, k=k, v=v)
     cu_seqlens_q, cu_seqlens_k = groups.sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k))
     out, lse = sparse_attention(
-        groups.split(q), groups.split(k), groups.split(v), groups.split_indices(indices), query_block=query_block,
-        scale=scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        return_lse=True, backend=backend,
+        groups.split(q), groups.split(k), groups.split(v), groups.split_indices(indices), cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, return_lse=True, **options,
     )  # fmt: skip
-    out = groups.join(out)
-    return (out, groups.join_rows(lse)) if return_lse else out
+    return groups.join(out), groups.join_rows(lse)

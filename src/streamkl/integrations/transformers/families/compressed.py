@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from streamkl.indexer import Indexer
 from streamkl.indexer.base import Activation
+from streamkl.integrations.transformers.families.base import Attention, Family, Losses
 from streamkl.sparse import IndexTensors, index_topk
 
 
@@ -71,3 +75,41 @@ def incomplete_lse(q: Tensor, k: Tensor, span: int, scale: float | None) -> Tens
     hidden = torch.ones(span, span, dtype=torch.bool, device=q.device).triu(1)
     hidden[-1] = True
     return logits.masked_fill(hidden, -torch.inf).logsumexp(-1).flatten(2, 3)[:, :, :tokens]
+
+
+class SelectsBlocks(Family):
+    """Models whose queries see selected blocks of ``key_span`` keys, and the keys of their own, incomplete block.
+
+    The keys of the incomplete block are in the denominator of what a block learns.
+    """
+
+    target: Literal["block_sum", "block_max"]
+    """What a block learns of the attention to its keys, as in `streamkl.indexer_kl`."""
+
+    def select(self, indexer: Indexer, index: IndexTensors, topk: int) -> Tensor:
+        """The best blocks, of ``topk`` keys together."""
+        return select_compressed(index, indexer.key_span, max(1, topk // indexer.key_span), indexer.activation)
+
+    def attended(self, attention: Attention, selected: Tensor, tokens: int) -> Tensor:
+        """The keys of the selected blocks, and those of the incomplete one."""
+        return with_incomplete(selected, self.key_span(attention), tokens)
+
+    def divergence(
+        self,
+        losses: Losses,
+        q: Tensor,
+        k: Any,
+        index: IndexTensors,
+        *,
+        activation: Activation,
+        key_span: int = 1,
+        teacher_lse: Tensor | None = None,
+        teacher_rest: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The KL from the attention to each complete block; its log-sum-exp is over those that a query sees."""
+        rest = incomplete_lse(q, k, key_span, options.get("teacher_scale"))
+        k = k[:, :, : index.index_k.shape[1] * key_span]
+        return losses.indexer_kl(
+            q, k, *index, activation=activation, key_span=key_span, target=self.target, teacher_rest=rest, **options
+        )

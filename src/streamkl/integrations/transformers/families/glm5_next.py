@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from streamkl.indexer import Indexer, LightningIndexer
-from streamkl.indexer.base import Activation
-from streamkl.integrations.transformers.families.base import Attention, Inputs, Losses
-from streamkl.integrations.transformers.families.compressed import incomplete_lse, select_compressed, with_incomplete
+from streamkl.indexer import LightningIndexer
+from streamkl.integrations.transformers.families.base import Attention, Inputs
+from streamkl.integrations.transformers.families.compressed import SelectsBlocks
 from streamkl.integrations.transformers.families.dsa import SparseLatent
 from streamkl.sparse import IndexTensors
 
@@ -44,7 +43,7 @@ class PooledIndexer(LightningIndexer):
         return index._replace(index_k=(share * keys).sum(2))
 
 
-class Glm5Next(SparseLatent):
+class Glm5Next(SelectsBlocks, SparseLatent):
     """No RoPE; some layers share the pools of the one before. A query sees the keys of its own, incomplete pool.
 
     No loss of these models is published. The indexer learns the attention to a pool's keys, summed; those of the
@@ -55,6 +54,7 @@ class Glm5Next(SparseLatent):
     model_types = ("glm5_next", "glm5_next_text")
     attention = "Glm5NextTextAttention"
     rope_layout = "half"
+    target = "block_sum"
     kind = PooledIndexer
     maps = (*SparseLatent.maps, "index_kpool_compress_ape", "index_kpool_compress_gate")
     not_sparse = "it builds the mask of its attention from the selected keys, and none can be gathered in its place"
@@ -86,32 +86,3 @@ class Glm5Next(SparseLatent):
     def own_inputs(self, own: Any, arguments: Mapping[str, Any]) -> Inputs:
         """There is no RoPE."""
         return Inputs(arguments["hidden_states"], None, arguments["q_resid"])
-
-    @torch.no_grad()
-    def select(self, indexer: Indexer, index: IndexTensors, topk: int) -> Tensor:
-        """The best pools, of ``topk`` keys together."""
-        return select_compressed(index, indexer.key_span, max(1, topk // indexer.key_span), indexer.activation)
-
-    def attended(self, attention: Attention, selected: Tensor, tokens: int) -> Tensor:
-        """The keys of the selected pools, and those of the incomplete one."""
-        return with_incomplete(selected, self.key_span(attention), tokens)
-
-    def divergence(
-        self,
-        losses: Losses,
-        q: Tensor,
-        k: Any,
-        index: IndexTensors,
-        *,
-        activation: Activation,
-        key_span: int = 1,
-        teacher_lse: Tensor | None = None,
-        teacher_rest: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """The KL from the attention to each complete pool; its log-sum-exp is over those that a query sees."""
-        rest = incomplete_lse(q, k, key_span, options.get("teacher_scale"))
-        k = k[:, :, : index.index_k.shape[1] * key_span]
-        return losses.indexer_kl(
-            q, k, *index, activation=activation, key_span=key_span, target="block_sum", teacher_rest=rest, **options
-        )

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from streamkl.indexer import Indexer, apply_rope
-from streamkl.indexer.base import Activation
-from streamkl.integrations.transformers.families.base import Attention, Inputs, Losses, OwnIndexers, few
-from streamkl.integrations.transformers.families.compressed import incomplete_lse, select_compressed, with_incomplete
+from streamkl.integrations.transformers.families.base import Attention, Inputs, OwnIndexers, few
+from streamkl.integrations.transformers.families.compressed import SelectsBlocks
 from streamkl.sparse import IndexTensors
 
 
@@ -65,7 +64,7 @@ class BlockIndexer(Indexer):
         return IndexTensors(q.transpose(1, 2), k, None)
 
 
-class Qwen4Exp(OwnIndexers):
+class Qwen4Exp(SelectsBlocks, OwnIndexers):
     """Grouped-query attention in some layers, linear attention in others. A query sees the keys of its own block, too.
 
     A block learns the largest mean attention to one of its keys (Megatron-LM, pull request 7234). The keys of the
@@ -75,6 +74,7 @@ class Qwen4Exp(OwnIndexers):
     name = "qwen4_exp"
     model_types = ("qwen4_exp", "qwen4_exp_text")
     attention = "Qwen4ExpTextAttention"
+    target = "block_max"
     not_sparse = "it builds the mask of its attention from the selected keys, and none can be gathered in its place"
 
     def own_topk(self, config: Any) -> int:
@@ -93,34 +93,6 @@ class Qwen4Exp(OwnIndexers):
     def project(self, indexer: Indexer, inputs: Inputs) -> IndexTensors:
         """From hidden states."""
         return indexer(inputs.hidden.detach(), position_embeddings=inputs.position_embeddings)
-
-    def select(self, indexer: Indexer, index: IndexTensors, topk: int) -> Tensor:
-        """The best blocks, of ``topk`` keys together."""
-        return select_compressed(index, indexer.key_span, max(1, topk // indexer.key_span), indexer.activation)
-
-    def attended(self, attention: Attention, selected: Tensor, tokens: int) -> Tensor:
-        """The keys of the selected blocks, and those of the incomplete one."""
-        return with_incomplete(selected, self.key_span(attention), tokens)
-
-    def divergence(
-        self,
-        losses: Losses,
-        q: Tensor,
-        k: Any,
-        index: IndexTensors,
-        *,
-        activation: Activation,
-        key_span: int = 1,
-        teacher_lse: Tensor | None = None,
-        teacher_rest: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """The KL from the largest mean attention to a key of each complete block."""
-        rest = incomplete_lse(q, k, key_span, options.get("teacher_scale"))
-        k = k[:, :, : index.index_k.shape[1] * key_span]
-        return losses.indexer_kl(
-            q, k, *index, activation=activation, key_span=key_span, target="block_max", teacher_rest=rest, **options
-        )
 
     def fingerprint(self, attention: Attention) -> Tensor:
         """Of the query projection."""
