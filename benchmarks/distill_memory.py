@@ -47,7 +47,7 @@ def main() -> None:
     family = family_of(config)
     settings = Settings(model="none", text=["none"], output="none", heads=given.heads, head_dim=given.head_dim)
     model = Distiller(backbone, family, make_indexers(backbone, family, settings), mesh=Mesh(ranks.count()))
-    optimizer = torch.optim.AdamW(model.indexers.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.indexers.parameters(), lr=0.0)  # its state counts; ranks keep equal weights
     before = 0
     for tokens in (FIRST, given.tokens):
         ids = torch.randint(CONFIG["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))

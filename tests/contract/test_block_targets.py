@@ -81,13 +81,9 @@ def test_it_is_the_sum_or_maximum_over_each_block_of_the_attention_written_out(t
         compared(ours, expected, leaves, leaves, 1e-12)
 
 
-def test_random_problem(fuzz_seed: int, backend: str) -> None:
-    check_random(fuzz_seed, backend, "block_sum")
-
-
-def test_random_problem_of_maxima(fuzz_seed: int) -> None:
-    """On the engine that takes them."""
-    check_random(fuzz_seed, "tiled", "block_max")
+@pytest.mark.parametrize("target", TARGETS)
+def test_random_problem(fuzz_seed: int, backend: str, target: str) -> None:
+    check_random(fuzz_seed, backend, target)
 
 
 def check_random(fuzz_seed: int, backend: str, target: str) -> None:
@@ -137,12 +133,8 @@ def test_blocks_of_one_key_are_tokens(backend) -> None:
     torch.testing.assert_close(largest, tokens, rtol=1e-6, atol=0)
 
 
-def test_packed_blocks_are_those_of_their_sequences(backend) -> None:
-    for target in TARGETS if backend == "tiled" else TARGETS[:1]:
-        check_packed(backend, target)
-
-
-def check_packed(backend: Any, target: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_packed_blocks_are_those_of_their_sequences(backend, target: str) -> None:
     q, k, student_q, student_k = drawn(4, 2, 1, 11, 3, 3)
     options: dict[str, Any] = {"causal": True, "key_span": 3, "target": target, "reduction": "none"}
     cu_q, cu_k, alone = torch.tensor([0, 4, 11]), torch.tensor([0, 1, 3]), []
@@ -175,11 +167,6 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> 
     call = {**dict(zip(names, drawn(4, 2, 2, 12, 4, 3), strict=True)), "target": "block_sum", **changed}
     with pytest.raises(ValueError, match=message):
         attention_kl(**call)
-
-
-def test_an_engine_that_knows_no_maximum_says_so() -> None:
-    with pytest.raises(RuntimeError, match="cpu: takes no maximum over the keys of a block"):
-        attention_kl(*drawn(4, 2, 2, 12, 4, 3), target="block_max", backend="cpu")
 
 
 def test_the_memory_of_a_maximum_over_blocks_does_not_grow_with_queries_times_keys() -> None:

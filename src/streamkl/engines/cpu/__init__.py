@@ -50,8 +50,6 @@ def _unsuited(device: torch.device, problem: Problem | None) -> str | None:
         return f"runs on CPUs, not on {device.type}"
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
-    if problem is not None and problem.runs > 1:
-        return "takes no maximum over the keys of a block (target='block_max')"
     return None
 
 
@@ -93,7 +91,7 @@ def mixture_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose row stats are known."""
     rows = (m_a.contiguous(), ln_l_a.contiguous())
-    return _operator("mixture_rows", problem.support)(*_tensors(problem, inputs), *rows, *_numbers(problem))
+    return _operator("mixture_rows", problem.support)(*_tensors(problem, inputs), *rows, *_numbers(problem), problem.runs)
 
 
 def backward(
@@ -110,7 +108,7 @@ def backward(
     unread = stats.m_b if mean is None else mean
     rows = (x.contiguous() for x in (*stats, unread, row_grad.float()))
     operator = _operator("backward", problem.support)
-    gradients = operator(*_tensors(problem, inputs), *rows, *_numbers(problem), want_a, want_b)
+    gradients = operator(*_tensors(problem, inputs), *rows, *_numbers(problem), problem.runs, want_a, want_b)
     wanted = (want_a, want_a, want_b, want_b, want_b and inputs.b_w is not None)
     rounded = (True, round_keys, True, round_keys, True)
     return Gradients(
@@ -125,7 +123,7 @@ def train(problem: Problem, inputs: Inputs, stats: RowStats, weight: Tensor) -> 
     """``sum(weight * kl)``, its gradients to ``b_q`` and ``b_k``, unrounded, and the mass, in one pass over ``a``."""
     rows = (x.contiguous() for x in (*stats, weight))
     operator = _operator("train", problem.support)
-    loss, dq, dk, dw, mass = operator(*_tensors(problem, inputs), *rows, *_numbers(problem))
+    loss, dq, dk, dw, mass = operator(*_tensors(problem, inputs), *rows, *_numbers(problem), problem.runs)
     return loss, Gradients(None, None, dq, dk.contiguous(), None if inputs.b_w is None else dw), mass
 
 

@@ -1,5 +1,6 @@
 // The engine's functions. Tensors are those of problem.py's Inputs; table [sequences, 6] holds its sequences. b_w [B,
-// J, Nq] are the weights of a head-summed side b. Row vectors are [B, heads, Nq], contiguous floats.
+// J, Nq] are the weights of a head-summed side b. Row vectors are [B, heads, Nq], contiguous floats. The target of a
+// mixture is the largest of the means of as many runs of heads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,17 +23,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
+    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool want_a, bool want_b);
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs, bool want_a, bool want_b);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
-    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs);
 
 // The best keys [B, query_blocks, topk], int32, of each query block. Here and in sparse_attention, table [sequences, 7]
 // also has the first query block of each sequence. An indexer's scale is positive, or its heads have weights [B, J,
@@ -74,16 +75,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gathered_paired_rows(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> gathered_mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
+    const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool want_a, bool want_b);
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs, bool want_a, bool want_b);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
-    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span);
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs);
 
 }  // namespace streamkl::cpu

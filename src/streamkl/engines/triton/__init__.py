@@ -37,8 +37,6 @@ def unsupported(device: torch.device, problem: Problem | None = None) -> str | N
         return f"runs on NVIDIA and AMD GPUs, not on {device.type}"
     if problem is not None and problem.dtype == torch.float64:
         return "computes in float32, and float64 was given"
-    if problem is not None and problem.runs > 1:
-        return "takes no maximum over the keys of a block (target='block_max')"
     if problem is not None and problem.deterministic and problem.support.topk is not None and device.type != "cpu":
         return "is not deterministic with topk_indices: queries add to their selected keys in any order"
     if importlib.util.find_spec("triton") is None:

@@ -117,8 +117,9 @@ class Want(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The head group of ``a`` that a distribution is compared with: ``size`` heads, ``kv`` key heads of ``each`` heads.
+    """The head group of ``a`` that a distribution is compared with: ``size`` heads, in ``runs`` of ``heads`` heads.
 
+    A run has ``kv`` key heads of ``each`` heads.
     ``pack`` distributions that read the same key heads lie interleaved in the rows of a tile: row ``m`` is query
     ``m // pack`` of distribution ``m % pack``.
     """
@@ -127,16 +128,20 @@ class Group(NamedTuple):
     kv: int
     each: int
     pack: int
+    runs: int
+    heads: int
 
     @classmethod
     def of(cls, problem: Problem) -> Group:
         """Reads a problem."""
-        size, per_kv = problem.head_group, problem.a.heads // problem.a.kv_heads
+        size, per_kv, runs = problem.head_group, problem.a.heads // problem.a.kv_heads, problem.runs
+        heads = size // runs
         if per_kv % size == 0:
-            return cls(size, 1, size, math.gcd(problem.b.heads // problem.b.kv_heads, per_kv // size))
-        if size % per_kv == 0:
-            return cls(size, size // per_kv, per_kv, 1)
-        return cls(size, size, 1, 1)
+            pack = math.gcd(problem.b.heads // problem.b.kv_heads, per_kv // size)
+            return cls(size, 1, size, pack, runs, heads)
+        if heads % per_kv == 0:
+            return cls(size, heads // per_kv, per_kv, 1, runs, heads)
+        return cls(size, heads, 1, 1, runs, heads)
 
 
 def summed_heads(side: Side, weighted: bool) -> int:

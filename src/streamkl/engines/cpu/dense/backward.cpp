@@ -21,7 +21,7 @@ STREAMKL_INLINE void clear_outside(float* dx, const Span& span, const Part& part
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean, const Tensor& row_grad,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool want_a, bool want_b) {
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs, bool want_a, bool want_b) {
   const Window window{left, right, key_span};
   const int64_t heads = Student::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const Student like(b_q, b_k, b_w, b_scale, b_relu);
@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const auto factor_a = static_cast<float>(a_scale), factor_b = static_cast<float>(like.scale());
   each_turn(owners, quick, [&] {
     return [&, a = dense_side_of(a_q, a_k, a_scale, a_relu), b = Student(b_q, b_k, b_w, b_scale, b_relu),
-            target = paired ? std::optional<Target>() : Target(dense_side_of(a_q, a_k, a_scale, a_relu), group, quick),
+            target = paired ? std::optional<Target>() : Target(dense_side_of(a_q, a_k, a_scale, a_relu), group, runs, quick),
             xa = Buffer<float>(kBlockK * kStrip), xb = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(paired ? 0 : kBlockK * kBlockQ), rows_a = GradientRows(),
             rows_b = GradientRows()](const Block& block, int64_t r, const Turns::Task& task) mutable {
       const int64_t batch = block.seq.batch;
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
     const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights, double a_scale,
-    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span) {
+    double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs) {
   const Window window{left, right, key_span};
   const int64_t heads = Student::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const Student like(b_q, b_k, b_w, b_scale, b_relu);
@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
   });
   const auto factor = static_cast<float>(like.scale());
   each_turn(owners, quick, [&] {
-    return [&, target = Target(dense_side_of(a_q, a_k, a_scale, a_relu), group, quick), b = Student(b_q, b_k, b_w, b_scale, b_relu),
+    return [&, target = Target(dense_side_of(a_q, a_k, a_scale, a_relu), group, runs, quick), b = Student(b_q, b_k, b_w, b_scale, b_relu),
             x = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(kBlockK * kBlockQ),
             rows_b = GradientRows()](const Block& block, int64_t r, const Turns::Task& task) mutable {
       const float* weight = Rows(weights).at(block, r);

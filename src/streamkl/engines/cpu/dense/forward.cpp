@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> paired_rows(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w,
-    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span) {
+    const Tensor& table, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs) {
   const Window window{left, right, key_span};
   const int64_t heads = Student::distributions(b_q, b_w), group = a_q.size(1) / heads;
   const Student like(b_q, b_k, b_w, b_scale, b_relu);
@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mixture_rows(
   });
   const int64_t rows = rows_at_once(std::max(dense_side_of(a_q, a_k, a_scale, a_relu)->bytes_of_row() * group, like.bytes_of_row(false)));
   each_block(table, window, rows, heads, quick, [&] {
-    return [&, target = Target(dense_side_of(a_q, a_k, a_scale, a_relu), group, quick), b = Student(b_q, b_k, b_w, b_scale, b_relu),
+    return [&, target = Target(dense_side_of(a_q, a_k, a_scale, a_relu), group, runs, quick), b = Student(b_q, b_k, b_w, b_scale, b_relu),
             x = Buffer<float>(kBlockK * kStrip), p = Buffer<float>(kBlockK * kBlockQ)](const Block& block, int64_t r) mutable {
       MixtureState state[kBlockQ / kLanes];
       target.take_rows(block, r, Rows(m_a), Rows(ln_l_a));

@@ -1,4 +1,4 @@
-// The target, side a, where it is the mean of a head group.
+// The target, side a, where it is the mean of a head group, or the largest of the means of its runs.
 #pragma once
 
 #include "passes/pass.h"
@@ -9,11 +9,12 @@
 
 namespace streamkl::cpu {
 
-// The head group that a distribution is compared with: its rows, taken once per block, and its mean p[keys, rows].
+// The head group that a distribution is compared with: its rows, taken once per block, and its mean p[keys, rows]. A
+// group of several runs of as many heads has the largest of their means, key by key.
 class Target {
  public:
-  Target(std::unique_ptr<DenseSide> a, int64_t group, bool fast)
-      : a_(std::move(a)), group_(group), factor_(static_cast<float>(a_->scale)), stats_(group) {
+  Target(std::unique_ptr<DenseSide> a, int64_t group, int64_t runs, bool fast)
+      : a_(std::move(a)), group_(group), heads_(group / runs), factor_(static_cast<float>(a_->scale)), stats_(group), run_(runs == 1 ? 0 : kBlockK * kBlockQ) {
     add_ = dispatch(fast, false, a_->relu, [](auto precision, auto, auto relu) { return &add<precision(), relu()>; });
   }
 
@@ -34,8 +35,10 @@ class Target {
       each_part(block, tile, window, false, [&](const Part& part) {
         a_->product(n, part, x);
         each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
-          const int64_t at = i - part.i0;
-          add_(x + at, p + part.i0 * kBlockK + at, span, factor_, stats_[n], i, n == 0, n + 1 == group_ ? group_ : 1);
+          const int64_t at = i - part.i0, to = part.i0 * kBlockK + at;
+          const bool ends = (n + 1) % heads_ == 0;
+          add_(x + at, (n < heads_ ? p : run_.data()) + to, span, factor_, stats_[n], i, n % heads_ == 0, ends ? heads_ : 1);
+          if (ends && n >= heads_) keep_larger(p + to, run_.data() + to, span);
         });
       });
     }
@@ -57,10 +60,15 @@ class Target {
     });
   }
 
+  static void keep_larger(float* p, const float* run, const Span& span) {
+    for (int64_t j = span.begin; j < span.end; j++) store(p + j * kStrip, max(load(p + j * kStrip), load(run + j * kStrip)));
+  }
+
   std::unique_ptr<DenseSide> a_;
-  const int64_t group_;
+  const int64_t group_, heads_;
   const float factor_;
   std::vector<BlockStats> stats_;
+  Buffer<float> run_;
   void (*add_)(const float*, float*, const Span&, float, const BlockStats&, int64_t, bool, int64_t);
 };
 

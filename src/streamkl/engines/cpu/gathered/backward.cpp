@@ -27,7 +27,7 @@ struct MixturePass {
 MixturePass mixture_pass(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& topk_, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool floats) {
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs, bool floats) {
   const Window window{left, right, key_span};
   const TopkIndices topk(topk_);
   const int64_t heads = GatheredStudent::distributions(b_q, b_w), group = a_q.size(1) / heads;
@@ -43,7 +43,7 @@ MixturePass mixture_pass(
   });
   const auto factor = static_cast<float>(like.scale());
   each_row_partition(owners, partitions, quick, [&] {
-    return [&, target = GatheredTarget(a_q, a_k, a_scale, a_relu, group, quick), b = GatheredStudent(b_q, b_k, b_w, b_scale, b_relu),
+    return [&, target = GatheredTarget(a_q, a_k, a_scale, a_relu, group, runs, quick), b = GatheredStudent(b_q, b_k, b_w, b_scale, b_relu),
             selected = SelectedKeys(topk, window), p = Buffer<float>()](const Block& block, int64_t r, int64_t partition) mutable {
       const float* weight = Rows(weights).at(block, r);
       selected.take(block, topk.topk_head(r, heads), weight);
@@ -73,12 +73,12 @@ MixturePass mixture_pass(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_backward(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& topk_, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& mean,
-    const Tensor& row_grad, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, bool want_a,
+    const Tensor& row_grad, double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs, bool want_a,
     bool want_b) {
   const Tensor none = at::empty({0}, m_b.options());
   if (b_w || a_q.size(1) != b_q.size(1)) {
     auto made = mixture_pass(
-        a_q, a_k, b_q, b_k, b_w, table, topk_, m_a, ln_l_a, m_b, ln_l_b, row_grad, a_scale, b_scale, a_relu, b_relu, left, right, key_span, false);
+        a_q, a_k, b_q, b_k, b_w, table, topk_, m_a, ln_l_a, m_b, ln_l_b, row_grad, a_scale, b_scale, a_relu, b_relu, left, right, key_span, runs, false);
     return {none, none, made.grad_b.q, made.grad_b.dk(), made.d_w};
   }
   const Window window{left, right, key_span};
@@ -140,9 +140,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_backward(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gathered_train(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& topk, const Tensor& m_a, const Tensor& ln_l_a, const Tensor& m_b, const Tensor& ln_l_b, const Tensor& weights,
-    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span) {
+    double a_scale, double b_scale, bool a_relu, bool b_relu, int64_t left, int64_t right, int64_t key_span, int64_t runs) {
   auto made = mixture_pass(
-      a_q, a_k, b_q, b_k, b_w, table, topk, m_a, ln_l_a, m_b, ln_l_b, weights, a_scale, b_scale, a_relu, b_relu, left, right, key_span, true);
+      a_q, a_k, b_q, b_k, b_w, table, topk, m_a, ln_l_a, m_b, ln_l_b, weights, a_scale, b_scale, a_relu, b_relu, left, right, key_span, runs, true);
   return {weighted_sum(weights, made.kl), made.grad_b.q, made.grad_b.dk(), made.d_w, made.mass};
 }
 

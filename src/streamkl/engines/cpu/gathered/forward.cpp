@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gathered_paired_rows(
 std::tuple<Tensor, Tensor, Tensor, Tensor> gathered_mixture_rows(
     const Tensor& a_q, const Tensor& a_k, const Tensor& b_q, const Tensor& b_k, const std::optional<Tensor>& b_w, const Tensor& table,
     const Tensor& topk_, const Tensor& m_a, const Tensor& ln_l_a, double a_scale, double b_scale, bool a_relu, bool b_relu,
-    int64_t left, int64_t right, int64_t key_span) {
+    int64_t left, int64_t right, int64_t key_span, int64_t runs) {
   const Window window{left, right, key_span};
   const TopkIndices topk(topk_);
   const int64_t heads = GatheredStudent::distributions(b_q, b_w), group = a_q.size(1) / heads;
@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gathered_mixture_rows(
   });
   const auto merge = quick ? &merged_mixture<Precision::kFast> : &merged_mixture<Precision::kExact>;
   each_block(table, window, topk.rows_at_once(), heads, quick, [&] {
-    return [&, target = GatheredTarget(a_q, a_k, a_scale, a_relu, group, quick), b = GatheredStudent(b_q, b_k, b_w, b_scale, b_relu),
+    return [&, target = GatheredTarget(a_q, a_k, a_scale, a_relu, group, runs, quick), b = GatheredStudent(b_q, b_k, b_w, b_scale, b_relu),
             selected = SelectedKeys(topk, window), p = Buffer<float>()](const Block& block, int64_t r) mutable {
       selected.take(block, topk.topk_head(r, heads));
       target.compute(block, selected, r, Rows(m_a), Rows(ln_l_a), p.reserve(topk.rows_at_once() * selected.stride()));

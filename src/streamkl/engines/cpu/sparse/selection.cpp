@@ -54,7 +54,7 @@ class IndexScores {
 class AttentionScores {
  public:
   AttentionScores(const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, double scale)
-      : target_(dense_side_of(q, k, scale, false), q.size(1), fast(q, q, scale, scale)), m_(m), ln_l_(ln_l), x_(kBlockK * kStrip), p_(kBlockK * kBlockQ) {}
+      : target_(dense_side_of(q, k, scale, false), q.size(1), 1, fast(q, q, scale, scale)), m_(m), ln_l_(ln_l), x_(kBlockK * kStrip), p_(kBlockK * kBlockQ) {}
   float scale() const { return 1.0f; }
   bool relu() const { return false; }
   void take_rows(const Block& block) { target_.take_rows(block, 0, m_, ln_l_); }

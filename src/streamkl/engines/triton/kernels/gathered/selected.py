@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.groups import Rows, Selection
+from streamkl.engines.triton.kernels.groups import Rows, RowStatPtrs, Selection
 from streamkl.engines.triton.kernels.tile.products import (
     activated,
     head_weights,
@@ -126,9 +126,33 @@ def gathered_target(
 ):
     """The sum of the probabilities of a head group, ``[1, KEYS]``: `target` for one query, if it ``exists``.
 
-    ``q_ptr`` and ``stats`` are those of the group's first head, ``k`` of key head 0; each key head is gathered once for
-    all heads that read it.
+    ``q_ptr`` and ``stats`` are those of the group's first head, ``k`` of key head 0.
     """
+    p = gathered_run_sum(q_ptr, stats, exists, k, side, first_head, nq, ROWS, SIDE, GROUP)  # [1, KEYS]
+    for run in range(1, GROUP.runs):
+        head = run * GROUP.heads
+        heads = head.to(tl.int64)
+        stats_run = RowStatPtrs(stats.m + heads * nq, stats.log2_l + heads * nq)
+        q_run = q_ptr + heads * side.q.stride_head
+        more = gathered_run_sum(q_run, stats_run, exists, k, side, first_head + head, nq, ROWS, SIDE, GROUP)
+        p = tl.maximum(p, more, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(k.exist[None, :], p, 0.0)
+
+
+@triton.jit
+def gathered_run_sum(
+    q_ptr,
+    stats,
+    exists,
+    k,
+    side,
+    first_head,
+    nq,
+    ROWS: tl.constexpr,
+    SIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The sum of the probabilities of a run, ``[1, KEYS]``; each key head is gathered once for all its heads."""
     p = zeros(1, k.ptrs.shape[0])  # [1, KEYS]
     for n in range(GROUP.kv):
         kv = (first_head + n * GROUP.each) // SIDE.per_kv
@@ -143,7 +167,7 @@ def gathered_target(
             log2_l = tl.load(stats.log2_l + heads * nq, mask=exist, other=IGNORED)  # [ROWS]
             head_p = tl.exp2(log2_probabilities(activated(products, side.scale, SIDE) - m[:, None], log2_l))
             p += row_sum(head_p, exist, GROUP.each, ROWS)
-    return tl.where(k.exist[None, :], p, 0.0)
+    return p
 
 
 @triton.jit

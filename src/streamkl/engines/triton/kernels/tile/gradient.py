@@ -74,7 +74,7 @@ def tile_of_a(
     RAGGED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Side ``a`` in a tile: one head, or the sum of a head group, of which ``stats`` are those of the first head.
+    """Side ``a`` in a tile: one head, or the target of a head group, of which ``stats`` are those of the first head.
 
     Held keys may end within the tile if it is ``RAGGED``.
     """
@@ -141,9 +141,9 @@ def derivative_a(tile_a, tile_b, values, allowed, side, SIDE: tl.constexpr):
 @triton.jit
 def derivative_b(tile_a, tile_b, values, allowed, side, SIDE: tl.constexpr, GROUP: tl.constexpr):
     """The derivative ``q - p`` of the logits of ``b``, ``[ROWS, KEYS]``; of an indexer's sum it is in float32."""
-    d = tl.exp2(tile_b.log2_q) * GROUP.size - tile_a.p
+    d = tl.exp2(tile_b.log2_q) * GROUP.heads - tile_a.p
     dtype: tl.constexpr = tl.float32 if SIDE.heads > 0 else side.q.ptr.dtype.element_ty
-    weight = values.weight * (1.0 / GROUP.size)
+    weight = values.weight * (1.0 / GROUP.heads)
     return derivative(d, tile_b.scores, weight, values.live, allowed, side.scale, dtype, BOOST_B, SIDE)
 
 
@@ -189,7 +189,7 @@ def weight_terms(d, head_x, allowed, MASKED: tl.constexpr):
 
 @triton.jit
 def loss_terms(p, log2_p, log2_q, GROUP: tl.constexpr):
-    """``(sum p, sum p [log2 p - log2 q])`` of a tile's rows, ``[ROWS]``, where ``p`` is the sum of a head group.
+    """``(sum p, sum p [log2 p - log2 q])`` of a tile's rows, ``[ROWS]``, where ``p`` is the sum of a run.
 
     The sum of a tile is part of a divergence, and small: many tiles add up without losing digits. A ``p`` of 0 adds 0,
     unless the logit of ``q`` is not finite.

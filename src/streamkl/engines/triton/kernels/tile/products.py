@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from streamkl.engines.triton.kernels.groups import Tokens
+from streamkl.engines.triton.kernels.groups import RowStatPtrs, Tokens
 from streamkl.engines.triton.kernels.tile.states import LOG2E
 from streamkl.engines.triton.kernels.tile.tiles import row_pointers
 
@@ -192,11 +192,36 @@ def target(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The sum of the probabilities of a head group, ``[ROWS, KEYS]``.
+    """The sum of the probabilities of a head group, or the largest of its runs' sums, ``[ROWS, KEYS]``.
 
-    ``q`` and ``stats`` are those of the group's first head, ``k`` of key head 0; each key head is loaded once for all
-    heads that read it.
+    ``q`` and ``stats`` are those of the group's first head, ``k`` of key head 0.
     """
+    p = run_sum(q, stats, k, side, first_head, nq, SIDE, GROUP, MASKED)  # [ROWS, KEYS]
+    for run in range(1, GROUP.runs):
+        head = run * GROUP.heads
+        heads = head.to(tl.int64)
+        q_run = unheld(q.ptrs + heads * side.q.stride_head, q.exist, side.q)
+        stats_run = RowStatPtrs(stats.m + heads * nq, stats.log2_l + heads * nq)
+        more = run_sum(q_run, stats_run, k, side, first_head + head, nq, SIDE, GROUP, MASKED)
+        p = tl.maximum(p, more, propagate_nan=tl.PropagateNan.ALL)
+    if MASKED:
+        p = tl.where(allowed, p, 0.0)
+    return p
+
+
+@triton.jit
+def run_sum(
+    q,
+    stats,
+    k,
+    side,
+    first_head,
+    nq,
+    SIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The sum of the probabilities of a run, ``[ROWS, KEYS]``; each key head is loaded once for all its heads."""
     q_ptrs = q.ptrs
     m_ptrs = stats.m
     l_ptrs = stats.log2_l
@@ -212,6 +237,4 @@ def target(
             q_ptrs += side.q.stride_head
             m_ptrs += nq
             l_ptrs += nq
-    if MASKED:
-        p = tl.where(allowed, p, 0.0)
     return p

@@ -75,11 +75,11 @@ def update_paired(state, x_a, x_b):
 
 @triton.jit
 def mean_of(p, GROUP: tl.constexpr):
-    """The mean of a head group's probabilities from their sum: exact, so that the mean of ones is 1."""
-    if GROUP.size & (GROUP.size - 1) == 0:
-        return p * (1.0 / GROUP.size)
+    """The mean of a run's probabilities from their sum: exact, so that the mean of ones is 1."""
+    if GROUP.heads & (GROUP.heads - 1) == 0:
+        return p * (1.0 / GROUP.heads)
     else:
-        return tl.div_rn(p, tl.full(p.shape, GROUP.size, tl.float32))
+        return tl.div_rn(p, tl.full(p.shape, GROUP.heads, tl.float32))
 
 
 @triton.jit
