@@ -75,7 +75,7 @@ def test_padded_packed_and_chunked_calls_are_the_plain_call(model, implementatio
 def test_what_cannot_be_gathered_is_refused_in_a_sentence() -> None:
     with pytest.raises(
         ValueError,
-        match="minimax_m3_vl cannot be made sparse: its indexers select blocks of keys for each head group, and no "
-        "selector does",
+        match="glm5_next cannot be made sparse: it builds the mask of its attention from the selected keys, and none "
+        "can be gathered in its place",
     ):
-        skl.sparsify(tiny_model("minimax_m3_vl"), OracleSelector(8, 4))
+        skl.sparsify(tiny_model("glm5_next"), OracleSelector(8, 4))

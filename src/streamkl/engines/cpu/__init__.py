@@ -91,7 +91,9 @@ def mixture_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(kl, m_b, ln l_b, s)`` of each row against the mean of its heads of ``a``, whose row stats are known."""
     rows = (m_a.contiguous(), ln_l_a.contiguous())
-    return _operator("mixture_rows", problem.support)(*_tensors(problem, inputs), *rows, *_numbers(problem), problem.runs)
+    return _operator("mixture_rows", problem.support)(
+        *_tensors(problem, inputs), *rows, *_numbers(problem), problem.runs
+    )
 
 
 def backward(

@@ -16,7 +16,7 @@ from streamkl.integrations.transformers.masks import Mask, streamkl_mask
 from streamkl.integrations.transformers.module_call import ModuleCall
 from streamkl.integrations.transformers.recording import Attended, Recorded, refuse
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
-from streamkl.sparse import AttentionCall, sparse_attention
+from streamkl.sparse import AttentionCall, IndexTensors, sparse_attention
 
 
 def register() -> None:
@@ -36,6 +36,7 @@ def streamkl_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     indices: Tensor | None = None,
+    block_indices: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends to the keys that the layer's selector selects, or to all.
@@ -49,6 +50,7 @@ def streamkl_attention(
         scaling: Multiplies the products; ``1/sqrt(D)`` if not given.
         dropout: Of attention weights.
         indices: The selected keys of the module's own indexer, if it has one.
+        block_indices: The tensors of a module's own indexer that was not given the mask, and selects here.
         kwargs: The arguments that models pass to every implementation.
 
     Returns:
@@ -70,13 +72,14 @@ def streamkl_attention(
     call = layout = None
     if layer is not None and layer.is_global and read:
         carried = _checked(layer, attention_mask, dropout if selector is not None else 0.0, kwargs)
+        if isinstance(block_indices, IndexTensors):
+            carried.index = block_indices
         layout = carried.mask.layout(query.device)
         call = layer.call(carried, query, key, scaling, layout)
         if sinks is not None:
             call = _with_sinks(call, sinks)
         if selector is not None:
-            selected = indices if layer.selects_itself else selector.select(call)
-            assert selected is not None, "a module with an indexer of its own passes its selected keys on"
+            selected = layer.select(call, selector, indices)
             options: dict[str, Any] = {
                 "query_block": selector.query_block, "scale": scaling, "cu_seqlens_q": call.cu_seqlens_q,
                 "cu_seqlens_k": call.cu_seqlens_k,

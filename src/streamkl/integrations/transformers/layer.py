@@ -66,9 +66,14 @@ class SparseLayer:
         return self.module.config._attn_implementation
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the model runs with an attention implementation of StreamKL now."""
+        return self.implementation.startswith(PREFIX)
+
+    @property
     def active(self) -> Selector | None:
         """The selector under this implementation; ``None`` for dense attention."""
-        if not self.is_global or not self.implementation.startswith(PREFIX):
+        if not self.is_global or not self.is_ours:
             return None
         return IMPLEMENTATIONS[self.implementation](self.selector)
 
@@ -90,6 +95,16 @@ class SparseLayer:
     def selects_itself(self) -> bool:
         """Whether the selected keys come from an indexer of the model, in this module or an earlier one."""
         return self.has_own_indexer and isinstance(self.active, IndexerSelector)
+
+    def select(self, call: AttentionCall, selector: Selector, indices: Tensor | None) -> Tensor:
+        """The selected keys of a call: ``indices`` are those of the module's own indexer, if it has selected."""
+        if not self.selects_itself:
+            return selector.select(call)
+        if self.family.selects_late:
+            assert self.indexer is not None, "layers without an indexer see all keys"
+            return self.family.select_late(self.indexer, call, selector)
+        assert indices is not None, "a module with an indexer of its own passes its selected keys on"
+        return indices
 
     def before_attention(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         """A forward pre-hook: adds the `ModuleCall` that the attention function needs."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from streamkl.indexer import Indexer
 from streamkl.integrations.transformers.families import Family, Inputs
 from streamkl.integrations.transformers.module_call import ModuleCall
-from streamkl.sparse import AttentionCall, IndexerSelector, Selector
+from streamkl.sparse import AttentionCall, IndexerSelector, IndexTensors, Selector
 
 
 class IndexedLayer(Protocol):
@@ -26,6 +26,11 @@ class IndexedLayer(Protocol):
     family: Family
     indexer: Indexer | None
     number: int
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the model runs with an attention implementation of StreamKL now."""
+        ...
 
     @property
     def reads(self) -> bool:
@@ -46,21 +51,28 @@ class OwnIndexer:
     ``[Nq, Nk]`` is allocated.
     """
 
-    def __init__(self, layer: IndexedLayer, original: Callable[..., Tensor]) -> None:
+    def __init__(self, layer: IndexedLayer, original: Callable[..., Tensor | IndexTensors]) -> None:
         self.layer, self.original = layer, original
         self._signature = inspect.signature(original)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The selected keys, or under another selector an empty tensor; takes the arguments of the forward."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | IndexTensors:
+        """The selected keys, or under another selector an empty tensor; takes the arguments of the forward.
+
+        In families that `Family.selects_late` it is the indexer's tensors.
+        """
         layer, given = self.layer, self._signature.bind(*args, **kwargs).arguments
         carried, cache = given.get("attention_mask"), given.get("past_key_values")
-        if not isinstance(carried, ModuleCall):
+        late = layer.family.selects_late and layer.is_ours
+        if not late and not isinstance(carried, ModuleCall):
             return self.original(*args, **kwargs)
         assert layer.indexer is not None, "this is the forward of an indexer"
         inputs = Inputs.of_own(given).detached()
         index = layer.family.project(layer.indexer, inputs)
         if cache is not None:
-            index = index._replace(index_k=cache.update_indexer(index.index_k, layer.number))
+            index = index._replace(index_k=layer.family.cached(cache, layer.number, index.index_k))
+        if late:
+            return index
+        assert isinstance(carried, ModuleCall), "an indexer that selects is given the mask"
         if layer.reads:
             carried.index = index
         if not isinstance(layer.active, IndexerSelector):

@@ -28,6 +28,10 @@ GATHERED_KINDS = ("lse_gathered", "lse_index_gathered", "paired_gathered", "mixt
                 "backward_both_gathered", "train_gathered")  # fmt: skip
 """The same over selected keys: against an indexer, or head by head."""
 
+COMPRESSED_KINDS = ("lse_index_span", "mixture_index_span", "train_index_span", "queries_index_span",
+                    "mixture_index_max", "train_index_max", "queries_index_max", "train_gathered_max")  # fmt: skip
+"""The same for an indexer whose keys stand for several tokens each: ``_max`` for the largest of their targets."""
+
 ATTENTION_KINDS = ("attention", "attention_block", "attention_paged", "attention_paged_block", "attention_backward",
                    "attention_backward_block")  # fmt: skip
 """Sparse attention, of keys in pages too, and its backward, over a per-query top-k or one shared by a query block."""
@@ -41,7 +45,7 @@ SELECTION_KINDS = ("index_topk", "index_topk_block")
 INDEX_DIMS = {(128, 128): (32, 8), (576, 128): (128, 1)}
 """Head dims of teacher and indexer, and the teacher's query and key heads."""
 
-TOKENS, HEADS, KV_HEADS, SELECTED, QUERY_BLOCK, PAGE = 4096, 16, 4, 2048, 64, 64
+TOKENS, HEADS, KV_HEADS, SELECTED, QUERY_BLOCK, PAGE, KEY_SPAN = 4096, 16, 4, 2048, 64, 64, 4
 
 
 class Indexer(NamedTuple):
@@ -84,14 +88,15 @@ def launches(variant: Variant) -> list[Launch]:
     if variant.kind in SELECTION_KINDS:
         return _selection(variant)
     arch, kind, dims, _, _, indexer, worst = variant
-    makers = gathered if kind in GATHERED_KINDS else dense
-    kind = kind.removesuffix("_gathered")
+    makers = gathered if "_gathered" in kind else dense
+    runs, span = KEY_SPAN if kind.endswith("_max") else 1, KEY_SPAN if kind in COMPRESSED_KINDS else 1
+    kind = kind.removesuffix("_max").removesuffix("_span").removesuffix("_gathered")
     batch, tokens = (1, TOKENS + 1) if worst else (2, TOKENS)
     group, both = kind in ("mixture", "backward_group", "train_group", "queries_group"), kind.endswith("_both")
     heads, kv_heads = (HEADS, KV_HEADS) if indexer is None else INDEX_DIMS[dims]
     distributions = 1 if indexer is not None else KV_HEADS if group else HEADS
 
-    def tensor(heads: int, dim: int) -> Tensor:
+    def tensor(heads: int, dim: int, tokens: int = tokens) -> Tensor:
         return _tensor(variant, batch, heads, tokens, dim)
 
     def rows(heads: int) -> Tensor:
@@ -101,14 +106,15 @@ def launches(variant: Variant) -> list[Launch]:
         student = (tensor(distributions, dims[1]), tensor(KV_HEADS, dims[1]), None)
     else:
         w = torch.empty(batch, tokens, indexer.heads, device="meta").mT if indexer.weighted else None
-        student = (tensor(indexer.heads, dims[1]), tensor(1, dims[1]), w)
-    inputs = Inputs(tensor(heads, dims[0]), tensor(kv_heads, dims[0]), *student)
+        student = (tensor(indexer.heads, dims[1]), tensor(1, dims[1], tokens // span), w)
+    heads, kv_heads = heads * runs, kv_heads * runs
+    inputs = Inputs(tensor(heads, dims[0]), tensor(kv_heads, dims[0], tokens // span), *student)
     a = Side.of(inputs.a_q, inputs.a_k)
     b = Side.of(inputs.b_q, inputs.b_k, relu=worst or indexer is not None, head_summed=indexer is not None)
-    support = _support(inputs.b_q, inputs.b_k, worst)
+    support = replace(_support(inputs.b_q, inputs.b_k, worst), key_span=span)
     if makers is gathered:
         support = replace(support, topk=torch.empty(batch, 1, tokens, SELECTED, dtype=torch.int32, device="meta"))
-    problem = Problem(a, b, support, deterministic=kind.startswith("queries"))
+    problem = Problem(a, b, support, deterministic=kind.startswith("queries"), runs=runs)
     stats = RowStats(rows(heads), rows(heads), rows(distributions), rows(distributions))
     if kind == "lse":
         made = makers.logsumexp(support, a, inputs.a_q, inputs.a_k, None, arch)[0]

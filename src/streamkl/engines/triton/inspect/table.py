@@ -11,6 +11,7 @@ from streamkl.engines.triton.inspect.budget import TARGETS
 from streamkl.engines.triton.inspect.matrix import (
     ATTENTION_DIMS,
     ATTENTION_KINDS,
+    COMPRESSED_KINDS,
     DIMS,
     GATHERED_KINDS,
     INDEX_DIMS,
@@ -60,7 +61,7 @@ def _of_target(arch: str, quick: bool) -> list[Variant]:
             found.append(Variant(arch, kind, dims, torch.float16 if gradient else torch.bfloat16, False))
         if gradient and not quick:
             found.append(Variant(arch, kind, dims, torch.float16, True))
-    found += _indexers(arch, quick) + _gathered(arch, quick)
+    found += _indexers(arch, quick) + _gathered(arch, quick) + _compressed(arch, quick)
     return found + _attention(arch, quick) + _selection(arch, quick)
 
 
@@ -103,6 +104,12 @@ def _gathered(arch: str, quick: bool) -> list[Variant]:
         other = many._replace(kind=kind, dtype=torch.float16 if gradient else torch.bfloat16)
         found += [other._replace(aligned=False), other._replace(worst=True)]
     return found
+
+
+def _compressed(arch: str, quick: bool) -> list[Variant]:
+    """The same for keys that stand for several tokens, with many index heads."""
+    kinds = ("train_index_max",) if quick else COMPRESSED_KINDS
+    return [Variant(arch, kind, (128, 128), torch.bfloat16, True, INDEXERS[-1]) for kind in kinds]
 
 
 def _attention(arch: str, quick: bool) -> list[Variant]:

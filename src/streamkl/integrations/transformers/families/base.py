@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamkl.indexer import HeadIndexer, Indexer, LightningIndexer
 from streamkl.indexer.base import Activation
 from streamkl.indexer.rope import fewer_frequencies
-from streamkl.sparse import IndexTensors, Selector, index_topk
+from streamkl.sparse import AttentionCall, IndexTensors, Selector, index_topk
 
 REFUSED = {"attn_logit_softcapping": "a soft cap on its logits", "sinks": "attention sinks"}
 """Attributes of attention modules that change the softmax, which sparse attention does not support."""
@@ -79,6 +79,8 @@ class Family(ABC):
     """Whether its attention modules hand a logit per head that belongs to no key to their attention function."""
     windowed: bool = False
     """Whether all its attention is to a window of keys, with compressed keys and a sink in the same softmax."""
+    selects_late: bool = False
+    """Whether the model's own indexers are not given the mask: they hand their tensors to the attention function."""
     not_sparse: str | None = None
     """Why `sparsify` does not take its models, the end of a sentence; ``None`` if it does."""
 
@@ -182,6 +184,23 @@ class Family(ABC):
             ``[B, Nq, topk]``, or ``[B, R, Nq, K]`` if each of ``R`` head groups selects for itself; padded with -1.
         """
         return index_topk(*index, topk=topk, activation=indexer.activation)
+
+    def select_late(self, indexer: Indexer, call: AttentionCall, selector: Selector) -> Tensor:
+        """The keys that a model's own indexer selects in an attention call, if the family `selects_late`.
+
+        Args:
+            indexer: The indexer.
+            call: Of the module, with the indexer's tensors.
+            selector: Says how many keys.
+
+        Returns:
+            As `streamkl.sparse.Selector.select`.
+        """
+        raise NotImplementedError(f"the indexers of {self.name} select before attention is called")
+
+    def cached(self, cache: Any, layer: int, index_k: Tensor) -> Tensor:
+        """Appends index keys ``[B, N, D]`` to those that the cache has for a layer, and returns all."""
+        return cache.update_indexer(index_k, layer)
 
     def divergence(
         self, losses: Losses, q: Tensor, k: Any, index: IndexTensors, *, activation: Activation, **options: Any

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from streamkl.indexer import Indexer
 from streamkl.indexer.base import Activation
 from streamkl.integrations.transformers.families.base import Attention, Inputs, Losses, OwnIndexers, few
-from streamkl.sparse import IndexTensors
+from streamkl.sparse import AttentionCall, IndexerSelector, IndexTensors, Selector
 
 ROWS = 256
 """Queries whose scores of all keys are held at a time."""
@@ -58,7 +58,15 @@ class MiniMaxM3(OwnIndexers):
     name = "minimax_m3_vl"
     model_types = ("minimax_m3_vl", "minimax_m3_vl_text")
     attention = "MiniMaxM3VLAttention"
-    not_sparse = "its indexers select blocks of keys for each head group, and no selector does"
+    selects_late = True
+
+    def is_global(self, attention: Attention) -> bool:
+        """Only a module with an indexer selects keys; the others see all of them, in the model itself too."""
+        return attention.indexer is not None
+
+    def selector(self, config: Any) -> IndexerSelector:
+        """A per-query top-k with the model's own number of keys."""
+        return IndexerSelector(topk=self.own_topk(config), query_block=1, activation=None)
 
     def own_topk(self, config: Any) -> int:
         """The keys of as many blocks as the config says."""
@@ -102,6 +110,29 @@ class MiniMaxM3(OwnIndexers):
             hidden = (best == -torch.inf).repeat_interleave(size, -1) | (chosen > at)
             found.append(chosen.masked_fill(hidden, -1).int())
         return torch.cat(found, 2)
+
+    def select_late(self, indexer: Indexer, call: AttentionCall, selector: Selector) -> Tensor:
+        """The keys of blocks that are counted from the first token of each sequence."""
+        if selector.query_block != 1:
+            raise ValueError(
+                f"the indexers of {self.name} select for each query: got a query_block of {selector.query_block}"
+            )
+        index = call.index
+        assert index is not None, "the module's indexer hands its tensors over"
+        if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+            return self.select(indexer, index, selector.topk)
+        counts = (starts.diff().tolist() for starts in (call.cu_seqlens_q, call.cu_seqlens_k))
+        parts = zip(*(x.split(count) for x, count in zip(index[:2], counts, strict=True)), strict=True)
+        found = [
+            self.select(indexer, IndexTensors(q.transpose(0, 1)[None], k[None], None), selector.topk)[0]
+            for q, k in parts
+        ]
+        most = max(keys.shape[-1] for keys in found)
+        return torch.cat([nn.functional.pad(keys, (0, most - keys.shape[-1]), value=-1) for keys in found], 1)
+
+    def cached(self, cache: Any, layer: int, index_k: Tensor) -> Tensor:
+        """In a cache layer of the model's own."""
+        return cache.layers[layer].update_index(index_k[:, None])[:, 0]
 
     def divergence(
         self, losses: Losses, q: Tensor, k: Any, index: IndexTensors, *, activation: Activation, **options: Any

@@ -1,0 +1,89 @@
+"""MiniMax-M3, whose head groups select blocks of keys for themselves, sparse by ``sparsify``."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import streamkl.integrations.transformers as skl
+from streamkl.integrations.transformers.families.minimax_m3_vl import MiniMaxM3
+from streamkl.sparse import IndexerSelector, OracleSelector
+from streamkl.testing.tiny_models import OWN_INDEXERS, tiny_model
+
+NAME, TOKENS, KEYS = "minimax_m3_vl", 30, 12
+ROUTED = 1e-5
+"""Experts are weighed in float32, whose rounding depends on how many tokens there are at a time."""
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.skipif(NAME not in OWN_INDEXERS, reason="this version of transformers does not have the model"),
+]
+
+
+@pytest.fixture
+def model() -> Any:
+    """In float64, with indexers whose scores differ: 3 blocks of 4 keys, the newest among them."""
+    model = tiny_model(NAME).double()
+    rng = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".indexer.q_proj" in name or ".indexer.k_proj" in name:
+                weight.copy_(torch.randn(weight.shape, generator=rng).double())
+    return model
+
+
+def prompt(rows: int = 2) -> torch.Tensor:
+    return torch.randint(5, 60, (rows, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_the_selected_keys_and_the_logits_are_those_of_transformers(model: Any) -> None:
+    plain = model(prompt()).logits
+    sparse = skl.sparsify(model)
+    assert sparse.selector == IndexerSelector(KEYS, 1, activation=None)
+    torch.testing.assert_close(model(prompt()).logits, plain, rtol=0, atol=1e-12)
+    seen: list[Any] = []
+    with sparse.watch(seen.append):
+        model(prompt())
+    assert [attended.layer for attended in seen] == [1, 2]
+    assert seen[0].indices.shape == (2, 2, TOKENS, KEYS)
+    groups = seen[0].indices[0, :, -1].sort().values
+    assert not torch.equal(groups[0], groups[1]), "each group selects for itself"
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(prompt()).logits, plain)
+
+
+@torch.no_grad()
+def test_a_prompt_in_parts_with_a_cache_and_packed_sequences_have_the_logits_of_whole_prompts(model: Any) -> None:
+    alone = [model(row[None, :length]).logits[0] for row, length in zip(prompt(), (TOKENS, 17), strict=True)]
+    skl.sparsify(model)
+    out = model(prompt()[:1, :11])
+    for end in (12, 13, TOKENS):  # tokens one by one, and the rest at once
+        start = out.past_key_values.get_seq_length()
+        out = model(prompt()[:1, start:end], past_key_values=out.past_key_values)
+        torch.testing.assert_close(out.logits[0], alone[0][start:end], rtol=0, atol=ROUTED)
+    packed = torch.cat((prompt()[0], prompt()[1, :17]))[None]
+    positions = torch.cat((torch.arange(TOKENS), torch.arange(17)))[None]
+    logits = model(packed, position_ids=positions, use_cache=False).logits[0]
+    torch.testing.assert_close(logits, torch.cat(alone), rtol=0, atol=ROUTED)
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[1, : TOKENS - 17] = 0  # on the left, where transformers would move the blocks
+    ids = torch.stack((prompt()[0], torch.cat((prompt()[1, :1].expand(TOKENS - 17), prompt()[1, :17]))))
+    padded = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    torch.testing.assert_close(padded[1, TOKENS - 17 :], alone[1], rtol=0, atol=ROUTED)
+
+
+@torch.no_grad()
+def test_other_selectors_select_for_its_sparse_layers_and_all_keys_are_dense_attention(model: Any) -> None:
+    sparse = skl.sparsify(model, OracleSelector(TOKENS, 4))
+    everything = model(prompt()).logits
+    model.set_attn_implementation("streamkl_dense")
+    torch.testing.assert_close(model(prompt()).logits, everything, rtol=0, atol=1e-12)
+    assert [number for number, layer in sparse.layers.items() if layer.is_global] == [1, 2]
+    skl.sparsify(model, IndexerSelector(TOKENS + 2, 1, activation=None))
+    torch.testing.assert_close(model(prompt()).logits, everything, rtol=0, atol=1e-12)
+
+
+def test_a_query_block_is_refused(model: Any) -> None:
+    skl.sparsify(model, IndexerSelector(KEYS, 4, activation=None))
+    with pytest.raises(ValueError, match=f"the indexers of {MiniMaxM3.name} select for each query: got a query_block"):
+        model(prompt())
