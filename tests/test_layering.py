@@ -75,6 +75,7 @@ ALLOWED = {
         SPARSE,
         f"{SPARSE}.head_groups",
         "streamkl.api",
+        "streamkl.dense_attention",
         "streamkl.reference",
         "streamkl.validation",
     },

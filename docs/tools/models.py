@@ -121,7 +121,9 @@ def _check_indexers(model: Any, dense: torch.Tensor) -> None:
     torch.manual_seed(0)
     family = family_of(model.config)
     new = skl.new_indexers(model, head_dim=4) if isinstance(family, GroupedQuery) else None
-    skl.sparsify(model, IndexerSelector(PROMPT + WRITTEN, BLOCK), new, decode="sparse")
+    block, activation = (1, None) if family.selects_late else (BLOCK, "relu")  # MiniMax-M3: per query, without a ReLU
+    selector = IndexerSelector(PROMPT + WRITTEN, block, activation)
+    skl.sparsify(model, selector, new, decode="sparse")
     if not torch.equal(_written(model), dense):
         raise ValueError("indexers write other tokens")
     model.streamkl.remove()

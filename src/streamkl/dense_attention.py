@@ -108,7 +108,7 @@ def with_rest(output: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
         lse: ``[...]``: the log-sum-exp of their logits.
         rest: The same of what else the softmax covers, such as the logit of a sink; broadcast to ``lse``.
     """
-    return output * torch.sigmoid(lse - rest)[..., None].to(output.dtype)
+    return (output * torch.sigmoid(lse - rest)[..., None]).to(output.dtype)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -124,9 +124,12 @@ def sparse_attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The definition of `streamkl.sparse.sparse_attention`, with the same arguments, in O(Nq Nk) memory."""
+    rest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition of `streamkl.sparse.sparse_attention`, in O(Nq Nk) memory, and its log-sum-exp, a constant.
+
+    The arguments are the same, but for ``rest [B, H, Nq]``, packed ``[H, Tq]``: sinks as rows.
+    """
     packed = cu_seqlens_q is not None
     if page_table is not None and cu_seqlens_k is not None:
         k, v = (unpaged(x, page_table, cu_seqlens_k) for x in (k, v))
@@ -137,14 +140,14 @@ def sparse_attention(
     if packed:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     x = logits(q, k, scale)
-    log_p = log_softmax(x, allowed)
+    if rest is None:
+        log_p = log_softmax(x, allowed)
+    else:
+        log_p = _joint_log_softmax(x, allowed, (rest[None] if packed else rest).to(x.dtype))
     p = torch.where(allowed, log_p.exp(), 0.0).to(v.dtype)
     out = p @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    out = out[0].transpose(0, 1) if packed else out
-    if not return_lse:
-        return out
     lse = _lse(x.detach(), allowed)
-    return out, lse[0] if packed else lse
+    return (out[0].transpose(0, 1), lse[0]) if packed else (out, lse)
 
 
 def logits(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
@@ -181,7 +184,7 @@ def _lse(x: Tensor, allowed: Tensor) -> Tensor:
 def _joint_log_softmax(x: Tensor, allowed: Tensor, rest: Tensor) -> Tensor:
     """Log-softmax ``[B, H, Nq, Nk]`` over the allowed keys and ``rest [B, H, Nq]``, which is left out."""
     alive = allowed.any(-1)
-    rest = torch.where(alive, rest, 0.0).detach()
+    rest = torch.where(alive, rest, 0.0)
     joint = torch.cat((x.masked_fill(~allowed, -torch.inf), rest[..., None]), -1).log_softmax(-1)
     return joint[..., :-1].masked_fill(~allowed, 0.0)
 
@@ -287,7 +290,7 @@ def _rows(
     if teacher_rest is None:
         log_p = log_softmax(a.to(dtype), allowed_a)
     else:
-        log_p = _joint_log_softmax(a.to(dtype), allowed_a, teacher_rest.to(dtype))
+        log_p = _joint_log_softmax(a.to(dtype), allowed_a, teacher_rest.detach().to(dtype))
     log_p = log_p.unflatten(1, (b.shape[1], -1))
     log_p = log_p.logsumexp(2) - math.log(log_p.shape[2])  # from [B, R, H/R, Nq, Nk]
     if block > 1:

@@ -73,12 +73,14 @@ def op_arguments() -> dict[str, tuple]:
         indices = torch.ops.streamkl.attention_topk(q, k, lse[0] + lse[1], None, TOPK, *keys)
         halves, rest = tuple(x.bfloat16() for x in (q, k, v)), (indices, None, *keys)
         output = torch.ops.streamkl.sparse_attention(q, k, v, *rest, True, None)
+        d_out = torch.ones_like(output[0])
         arguments |= {
             f"index_topk-{kind}-{query_block}": (*index, None, True, TOPK, *keys),
             f"attention_topk-{kind}-{query_block}": (q, k, lse[0] + lse[1], None, TOPK, *keys),
             f"sparse_attention-{kind}-{query_block}": (q, k, v, indices, None, *keys, True, None),
             f"sparse_attention-{kind}-{query_block}-bfloat16": (*halves, indices, None, *keys, True, None),
-            f"sparse_attention_backward-{kind}-{query_block}": (torch.ones_like(output[0]), *output, q, k, v, *rest),
+            f"sparse_attention_backward-{kind}-{query_block}": (d_out, None, *output, q, k, v, *rest),
+            f"sparse_attention_backward-{kind}-{query_block}-lse": (d_out, lse[0], *output, q, k, v, *rest),
         }
     return arguments
 

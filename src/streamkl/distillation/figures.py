@@ -67,7 +67,7 @@ def measure(
         options: dict[str, Any] = {"scale": call.scale, "lse": lse, "reduction": "none"}
         recall = recall + topk_recall(q, k, selected, **options).sum() / groups.count
         mass = mass + attention_mass(q, k, selected, **options).sum() / groups.count
-    if context is not None:
-        recall, mass = context.total(recall), context.total(mass)
+    if context is not None:  # in one dtype: a rank may hold none of these queries
+        recall, mass = context.total(recall.float()), context.total(mass.float())
     count = key.shape[0] * (tokens - measured) // span
     return {"recall": float(recall / count), "mass": float(mass / count)}

@@ -157,11 +157,13 @@ class SparseEngine(Protocol):
         query_block: int,
         output: AttentionOutput,
         d_out: Tensor,
+        d_lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of ``sum(d_out * out)`` to ``q``, ``k`` and ``v``, contiguous, in their dtypes.
+        """Gradients of ``sum(d_out * out) + sum(d_lse * lse)`` to ``q``, ``k`` and ``v``, contiguous, in their dtypes.
 
-        Repeated calls are bit-equal: what query blocks add to a key they add in a fixed order. Dead rows add exactly 0,
-        whatever they and their ``d_out`` hold, and so do logits that are the only one of their row.
+        ``d_lse [B, H, Nq]`` is 0 if not given. Repeated calls are bit-equal: what query blocks add to a key they add in
+        a fixed order. Dead rows add exactly 0, whatever they and their ``d_out`` hold, and so do logits that are the
+        only one of their row, unless there is a ``d_lse``.
         """
         ...
 

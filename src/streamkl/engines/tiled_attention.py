@@ -60,6 +60,7 @@ def sparse_attention_backward(
     query_block: int,
     output: AttentionOutput,
     d_out: Tensor,
+    d_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to ``q``, ``k`` and ``v``, in their dtypes."""
     dtype = compute_dtype(q.dtype)
@@ -75,8 +76,10 @@ def sparse_attention_backward(
             p = torch.where(blocks.seen, log_p.exp_(), 0.0)
             dp = torch.bmm(d_rows, v_tile.mT)
             delta = torch.where(blocks.seen, p * dp, 0.0).sum(-1, keepdim=True)
-            # The softmax of one logit is constant: rounding must not give it a gradient.
-            factor = (blocks.seen.sum(-1) != 1).to(dtype)[..., None] * side.scale
+            if d_lse is None:  # The softmax of one logit is constant: rounding must not give it a gradient.
+                factor = (blocks.seen.sum(-1) != 1).to(dtype)[..., None] * side.scale
+            else:
+                delta, factor = delta - blocks.rows(d_lse, kv)[..., None], side.scale
             dx = torch.where(blocks.seen, p * (dp - delta) * factor, 0.0)
             blocks.write(dq, kv, torch.bmm(dx, _finite(k_tile)))
             blocks.add(dk, kv, torch.bmm(dx.mT, _finite(q_rows)))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from streamkl import reference, validation
 from streamkl.api import Backend
+from streamkl.dense_attention import with_rest
 from streamkl.sparse import ops as _ops  # noqa: F401  # registers the operators
 from streamkl.sparse.head_groups import HeadGroups
 
@@ -27,6 +28,7 @@ def sparse_attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    sink: Tensor | None = None,
     return_lse: Literal[False] = False,
     backend: Backend = "auto",
 ) -> Tensor: ...
@@ -46,6 +48,7 @@ def sparse_attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    sink: Tensor | None = None,
     return_lse: Literal[True],
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -64,6 +67,7 @@ def sparse_attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -75,10 +79,11 @@ def sparse_attention(
         k, v = (x.repeat_interleave(H // Hkv, dim=1) for x in (k, v))
         out = (q @ k.mT * scale).masked_fill(~seen, -inf).softmax(-1) @ v
 
-    The output has gradients to ``q``, ``k`` and ``v`` at the selected keys, in O(N K) work and memory. They are
-    deterministic: repeated backwards are bit-equal, on GPUs too. A selection is not differentiable: ``indices`` have no
-    gradient, nor have keys that nobody selected. An indexer learns by `streamkl.indexer_kl` instead. In bfloat16 and
-    float16 a backward keeps the output twice: rounded, and what rounding took from it.
+    The output has gradients to ``q``, ``k`` and ``v`` at the selected keys, and to ``sink``, in O(N K) work and memory.
+    They are deterministic: repeated backwards are bit-equal, on GPUs too. A selection is not differentiable:
+    ``indices`` have no gradient, nor have keys that nobody selected. An indexer learns by `streamkl.indexer_kl`
+    instead. In bfloat16 and float16 a backward keeps the output twice: rounded, and what rounding took from it; with a
+    sink also in float32.
 
     Args:
         q: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``. Any strides; float64, float32, bfloat16 or float16.
@@ -102,6 +107,7 @@ def sparse_attention(
             and values of each sequence. Key ``j`` of a sequence is token ``j % page_size`` of page
             ``page_table[sequence, j // page_size]``, and ``cu_seqlens_k`` only says how many keys a sequence has. Pages
             past its last key are not read. There are no gradients with a page table.
+        sink: ``[H]``: a logit per head that belongs to no key, in the softmax of each of its queries. It has gradients.
         return_lse: Whether to return the log-sum-exp of each query's logits, too.
         backend: ``"auto"`` takes the fastest engine that can run. A named one is used or raises, and never falls back.
 
@@ -110,7 +116,7 @@ def sparse_attention(
         selected keys.
         With ``return_lse`` also the log-sum-exp ``[B, H, Nq]``, packed ``[H, Tq]``, in float32 (float64 for float64
         inputs), -inf for such a query. It is a constant, detached from the graph: the ``teacher_lse`` of a loss on the
-        same keys.
+        same keys. A sink is not part of it: it is the ``teacher_rest`` of such a loss.
 
     Raises:
         ValueError: An argument is wrong; the message says what was given and what was expected.
@@ -142,33 +148,72 @@ def sparse_attention(
         torch.Size([64, 4, 32])
     """
     packed = cu_seqlens_q is not None
+    rest = None if sink is None else _sink_rows(sink, q, packed)
+    options = {"query_block": query_block, "scale": scale, "causal": causal, "window": window, "backend": backend}
     if isinstance(indices, Tensor) and indices.dim() == (3 if packed else 4):
         if page_table is not None:
             raise ValueError("with a page_table there is one selection for all heads: got indices of head groups")
-        out, lse = _by_group(
-            q, k, v, indices, cu_seqlens_q, cu_seqlens_k, query_block=query_block, scale=scale, causal=causal,
-            window=window, backend=backend,
-        )  # fmt: skip
-        return (out, lse) if return_lse else out
+        out, lse = _by_group(q, k, v, indices, cu_seqlens_q, cu_seqlens_k, rest, **options)
+    else:
+        out, lse = _attended(q, k, v, indices, cu_seqlens_q, cu_seqlens_k, page_table, rest, **options)
+    return (out, lse) if return_lse else out
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    page_table: Tensor | None,
+    rest: Tensor | None,
+    *,
+    query_block: int,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attention` with one selection for all heads, and its log-sum-exp, which leaves out ``rest``.
+
+    ``rest [B, H, Nq]``, packed ``[H, Tq]``, is the log-sum-exp of what else the softmax covers.
+    """
     arguments = validation.sparse_attention_arguments(
         q, k, v, indices, query_block, scale, causal, window, cu_seqlens_q, cu_seqlens_k, page_table, backend
     )
     if backend == "reference":
         return reference.sparse_attention(
             q, k, v, indices, query_block=query_block, scale=scale, causal=causal, window=window,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table, return_lse=return_lse,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table, rest=rest,
         )  # fmt: skip
     keys = arguments.keys
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:3])
-    out, _, m, ln_l = torch.ops.streamkl.sparse_attention(
+    out, unrounded, m, ln_l = torch.ops.streamkl.sparse_attention(
         *arguments[:4], scale, keys.cu_seqlens_q, keys.cu_seqlens_k, keys.left, keys.right, query_block, backend,
         for_backward, page_table,
     )  # fmt: skip
-    out = out[0].transpose(0, 1) if keys.packed else out
-    if not return_lse:
-        return out
-    lse = (m + ln_l).detach()
-    return out, lse[0] if keys.packed else lse
+    lse = m.detach() + ln_l
+    if rest is not None:
+        dtype, exact = out.dtype, out.to(lse.dtype)
+        if unrounded.numel():  # what rounding took from the output: the gradient of a sink needs it
+            exact = exact + unrounded.detach()
+        scaled = with_rest(exact, lse, rest[None] if keys.packed else rest)
+        # Dead rows have no gradient, whatever they are given.
+        out = torch.where((lse == -torch.inf)[..., None], 0.0, scaled).to(dtype)
+    lse = lse.detach()
+    return (out[0].transpose(0, 1), lse[0]) if keys.packed else (out, lse)
+
+
+def _sink_rows(sink: Tensor, q: Tensor, packed: bool) -> Tensor:
+    """``[B, H, Nq]``, packed ``[H, Tq]``: a sink as rows of its own, in the dtype of a log-sum-exp."""
+    if not isinstance(q, Tensor) or q.dim() != (3 if packed else 4):
+        raise ValueError(f"q must be of shape {'[tokens, heads, dim]' if packed else '[batch, heads, tokens, dim]'}")
+    if not isinstance(sink, Tensor) or sink.shape != q.shape[1:2] or not sink.is_floating_point():
+        got = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else type(sink).__name__
+        raise ValueError(f"sink must be a tensor of [{q.shape[1]}] logits, one per head: got {got}")
+    rows = sink.to(torch.promote_types(q.dtype, torch.float32))[:, None]
+    return rows.expand(-1, q.shape[0]) if packed else rows.expand(q.shape[0], -1, q.shape[2])
 
 
 def _by_group(
@@ -178,15 +223,16 @@ def _by_group(
     indices: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    rest: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`sparse_attention` of head groups that have a selection each, and its log-sum-exp."""
+    """The same for head groups that have a selection each."""
     packed = cu_seqlens_q is not None
     groups = HeadGroups(indices.shape[0 if packed else 1], packed)
     groups.check(q=q, k=k, v=v)
     cu_seqlens_q, cu_seqlens_k = groups.sequences(cu_seqlens_q, cu_seqlens_k, len(q), len(k))
-    out, lse = sparse_attention(
-        groups.split(q), groups.split(k), groups.split(v), groups.split_indices(indices), cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, return_lse=True, **options,
+    out, lse = _attended(
+        groups.split(q), groups.split(k), groups.split(v), groups.split_indices(indices), cu_seqlens_q, cu_seqlens_k,
+        None, None if rest is None else groups.split_rows(rest), **options,
     )  # fmt: skip
     return groups.join(out), groups.join_rows(lse)

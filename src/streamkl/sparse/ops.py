@@ -26,8 +26,8 @@ SCHEMAS = {
     "attention_topk": f"(Tensor q, Tensor k, Tensor lse, float? scale, SymInt topk, {_KEYS}) -> Tensor",
     "sparse_attention": f"({_ATTENTION}, bool for_backward, Tensor? page_table) "
     "-> (Tensor out, Tensor rest, Tensor m, Tensor ln_l)",
-    "sparse_attention_backward": f"(Tensor d_out, Tensor out, Tensor rest, Tensor m, Tensor ln_l, {_ATTENTION}) "
-    "-> (Tensor d_q, Tensor d_k, Tensor d_v)",
+    "sparse_attention_backward": "(Tensor d_out, Tensor? d_lse, Tensor out, Tensor rest, Tensor m, Tensor ln_l, "
+    f"{_ATTENTION}) -> (Tensor d_q, Tensor d_k, Tensor d_v)",
 }
 """The operators by name."""
 
@@ -90,7 +90,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     # `indices` were checked by the forward.
     return engine.sparse_attention_backward(
         support, side, given.q, given.k, given.v, given.indices, given.query_block, fields_of(AttentionOutput, given),
-        given.d_out,
+        given.d_out, given.d_lse,
     )  # fmt: skip
 
 
@@ -168,14 +168,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(*output, *fields_of(_Tensors, given))
 
 
-def _backward(ctx: Any, d_out: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    """Gradients to q, k and v. The row stats are constants: `sparse_attention` returns a detached log-sum-exp."""
-    if d_out is None:
+def _backward(
+    ctx: Any, d_out: Tensor | None, _rest: object, _m: object, d_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients to q, k and v. Of the row stats ``m`` is a constant, and ``ln_l`` has the gradient of their sum."""
+    if d_out is None and d_lse is None:
         return (None,) * len(ctx.names)
     out, rest, m, ln_l, *tensors = ctx.saved_tensors  # read once: checkpointing unpacks them at each reading
+    d_out = torch.zeros_like(out) if d_out is None else d_out
     given = {**_Tensors(*tensors)._asdict(), **ctx.options._asdict()}
     gradients = torch.ops.streamkl.sparse_attention_backward(
-        d_out, out, rest, m, ln_l, *(given[name] for name in ctx.names if name in given)
+        d_out, d_lse, out, rest, m, ln_l, *(given[name] for name in ctx.names if name in given)
     )
     found = dict(zip(("q", "k", "v"), gradients, strict=True))
     needs = zip(ctx.names, ctx.needs_input_grad, strict=True)

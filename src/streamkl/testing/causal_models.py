@@ -60,6 +60,10 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8,
+        "index_block_size": 4, "index_topk_blocks": 16,
+    },
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": QWEN4,

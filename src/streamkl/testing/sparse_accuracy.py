@@ -32,7 +32,7 @@ def check_sparse_attention(case: SparseCase, backend: str = "auto") -> Errors:
     """
     options: dict[str, Any] = {"query_block": case.query_block, "scale": case.scale, **case.mask, "return_lse": True}
     upstream = case.upstream()
-    ours = _run(sparse_attention, (case.q, case.k, case.v), case, {**options, "backend": backend}, upstream)
+    ours = _run(case.tensors, case, {**options, "backend": backend}, upstream)
     return _errors(case, ours, options, upstream)
 
 
@@ -43,7 +43,7 @@ def check_paged_attention(case: SparseCase, backend: str = "auto") -> Errors:
     k, v, page_table = case.pages()
     indices = torch.where(case.indices < page_table.shape[1] * k.shape[1], case.indices, -1)  # no sequence has others
     out, lse = sparse_attention(
-        case.q, k, v, indices, **options, page_table=page_table, backend=backend,  # type: ignore[arg-type]
+        case.q, k, v, indices, **options, page_table=page_table, sink=case.sink, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
     return _errors(case, {"out": out, "lse": lse}, options, case.upstream())
 
@@ -51,7 +51,8 @@ def check_paged_attention(case: SparseCase, backend: str = "auto") -> Errors:
 def _errors(case: SparseCase, ours: dict[str, Tensor], options: dict[str, Any], upstream: Tensor) -> Errors:
     """Errors and bounds of results by name."""
     tensors, clean = case.clean(), torch.where(upstream.isnan(), 0.0, upstream)
-    exact = _run(reference.sparse_attention, case.clean(torch.float64), case, options, clean)
+    options = {**options, "backend": "reference"}
+    exact = _run(case.clean(torch.float64), case, options, clean)
     for name, value in ours.items():
         dtype = torch.promote_types(case.q.dtype, torch.float32) if name == "lse" else case.q.dtype
         if value.shape != exact[name].shape or value.dtype != dtype:
@@ -62,7 +63,7 @@ def _errors(case: SparseCase, ours: dict[str, Tensor], options: dict[str, Any], 
     if case.q.dtype == torch.float64:  # eager is the reference there: its float64 error is estimated in float32
         tensors = case.clean(torch.float32)
         scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    wanted = _run(reference.sparse_attention, [x.double() for x in tensors], case, options, clean)
+    wanted = _run([x.double() for x in tensors], case, options, clean)
     rows = int((~upstream.isnan()).any(-1).sum())
     runs = max(EAGER_RUNS, min(MOST_EAGER_RUNS, EAGER_ROWS // max(1, rows))) if tensors[0].dtype == torch.float32 else 1
     error = {name: _difference(value, exact[name]) for name, value in ours.items()}
@@ -77,18 +78,13 @@ def _errors(case: SparseCase, ours: dict[str, Tensor], options: dict[str, Any], 
     return errors
 
 
-def _run(
-    function: Callable[..., Any],
-    tensors: Iterable[Tensor],
-    case: SparseCase,
-    options: dict[str, Any],
-    upstream: Tensor,
-) -> dict[str, Tensor]:
+def _run(tensors: Iterable[Tensor], case: SparseCase, options: dict[str, Any], upstream: Tensor) -> dict[str, Tensor]:
     """The output of sparse attention, its log-sum-exp and its gradients, by name."""
     leaves = [x.detach().requires_grad_() for x in tensors]
-    out, lse = function(*leaves, case.indices, **options)
+    q, k, v, *sink = leaves
+    out, lse = sparse_attention(q, k, v, case.indices, sink=sink[0] if sink else None, **options)
     gradients = torch.autograd.grad(out, leaves, upstream.to(out.dtype))
-    return {"out": out.detach(), "lse": lse, **dict(zip(("d_q", "d_k", "d_v"), gradients, strict=True))}
+    return {"out": out.detach(), "lse": lse, **dict(zip(("d_q", "d_k", "d_v", "d_sink"), gradients, strict=False))}
 
 
 def _eager_errors(
@@ -100,11 +96,11 @@ def _eager_errors(
     wanted: dict[str, Tensor],
 ) -> dict[str, float]:
     """The errors of eager; after the first run with head dims in another order, so that float32 sums round apart."""
-    q, k, v = tensors
+    q, k, v, *sink = tensors
     rng = torch.Generator().manual_seed(case.seed + run)
     order, v_order = (torch.randperm(x.shape[-1], generator=rng) if run else torch.arange(x.shape[-1]) for x in (q, v))
-    shuffled = [q[..., order], k[..., order], v[..., v_order]]
-    found = _run(reference.sparse_attention, shuffled, case, options, upstream[..., v_order])
+    shuffled = [q[..., order], k[..., order], v[..., v_order], *sink]
+    found = _run(shuffled, case, options, upstream[..., v_order])
     orders = {"out": v_order, "d_q": order, "d_k": order, "d_v": v_order}
     return {
         name: _difference(value, wanted[name][..., orders[name]] if name in orders else wanted[name])

@@ -49,6 +49,7 @@ class SparseCase:
         activation: Of the indexer.
         mask: ``causal``, ``window``, ``cu_seqlens_q``, ``cu_seqlens_k``.
         scale: Of the attention.
+        sink: ``[H]``: a logit per head that belongs to no key; ``None`` for none.
     """
 
     seed: int
@@ -62,6 +63,7 @@ class SparseCase:
     activation: Any
     mask: dict[str, Any]
     scale: float | None
+    sink: Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -79,9 +81,14 @@ class SparseCase:
         nq, nk = (x.shape[0 if self.packed else 2] for x in (self.q, self.k))
         return reference.allowed_pairs(nq, nk, *(self.mask[name] for name in MASK))
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """``q``, ``k`` and ``v``, and the sink if there is one: what has gradients."""
+        return [x for x in (self.q, self.k, self.v, self.sink) if x is not None]
+
     def clean(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """``q``, ``k`` and ``v`` with 0 where nothing may be read, cast to ``dtype`` if given."""
-        return [torch.where(x.isnan(), 0.0, x).to(dtype or x.dtype) for x in (self.q, self.k, self.v)]
+        """`tensors` with 0 where nothing may be read, cast to ``dtype`` if given."""
+        return [torch.where(x.isnan(), 0.0, x).to(dtype or x.dtype) for x in self.tensors]
 
     def as_packed(self) -> SparseCase:
         """The same attention with its batch elements as packed sequences; the indexer is left as it is."""
@@ -129,7 +136,7 @@ class SparseCase:
             f"seed {self.seed}: q {list(self.q.shape)}, k {list(self.k.shape)}, v {list(self.v.shape)} "
             f"{str(self.q.dtype)[6:]}, index_q {list(self.index[0].shape)}, weights {self.index[2] is not None}, "
             f"indices {list(self.indices.shape)}, query_block {self.query_block}, topk {self.topk}, {mask}, "
-            f"scale {self.scale}"
+            f"scale {self.scale}, sink {self.sink is not None}"
         )
 
 
@@ -188,10 +195,12 @@ def random_sparse_case(
         tensors = [x[0].transpose(0, 1) if x.dim() == 4 else x[0] for x in tensors]
     tensors = [guarded(x.to(dtype), rng, "cpu") for x in tensors]
     index = (tensors[3], tensors[4], tensors[5] if rng.random() < 0.6 else None)
-    return SparseCase(
-        seed, *tensors[:3], index, indices, query_block,
-        rng.choice((1, 3, 8, 20, nk + 5)), rng.choice(("relu", "relu", None)), mask, rng.choice((None, None, 0.3)),
-    )  # fmt: skip
+    topk, activation, scale = rng.choice((1, 3, 8, 20, nk + 5)), rng.choice(("relu", "relu", None)), (None, None, 0.3)
+    q, k, v = tensors[:3]
+    case = SparseCase(seed, q, k, v, index, indices, query_block, topk, activation, mask, rng.choice(scale))
+    if rng.random() < 0.25:
+        case.sink = (2 * torch.randn(heads, generator=values)).to(dtype)
+    return case
 
 
 def _poison(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, query_block: int, mask: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""HY-V4: attention sinks in sparse and in dense attention, against transformers' own eager attention."""
+"""HY-V4 and gpt-oss: attention sinks in sparse and in dense attention, against transformers' eager attention."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 import streamkl.integrations.transformers as skl
 from streamkl.sparse import IndexerSelector, OracleSelector
+from streamkl.testing.causal_models import tiny_causal_model
 from streamkl.testing.tiny_models import OWN_INDEXERS, tiny_model, tokens
 
 TOKENS, BLOCK = 24, 4
@@ -70,6 +71,42 @@ def test_padded_packed_and_chunked_calls_are_the_plain_call(model, implementatio
     first = model(rows[1][None, : 4 * BLOCK])
     rest = model(rows[1][None, 4 * BLOCK :], past_key_values=first.past_key_values).logits[0]
     check(torch.cat((first.logits[0], rest)), alone[1])
+
+
+def test_gradients_are_those_of_eager_attention_and_reach_the_sinks(model) -> None:
+    """With all keys selected, sparse attention is eager attention; dense attention of StreamKL has none."""
+    everything = tiny_model("hy_v4", index_topk=TOKENS).double()
+    everything.load_state_dict(model.state_dict())
+    ids = tokens(2, TOKENS)
+    everything(ids, labels=ids).loss.backward()
+    skl.sparsify(model, OracleSelector(TOKENS, BLOCK))
+    model(ids, labels=ids).loss.backward()
+    wanted = {name: weight.grad for name, weight in everything.named_parameters() if weight.grad is not None}
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert found.keys() == wanted.keys()
+    assert sum(name.endswith("sinks") for name in found) > 0
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-5 * float(wanted[name].abs().max()), msg=name)
+    model.set_attn_implementation("streamkl_dense")
+    with pytest.raises(ValueError, match="dense attention with sinks has no gradients under streamkl_dense"):
+        model(ids)
+
+
+@torch.no_grad()
+def test_a_decoder_without_a_file_may_have_sinks_in_layers_that_see_all_keys_and_in_windows() -> None:
+    """gpt-oss: every other layer has a window. Padded sequences are those without padding."""
+    model = tiny_causal_model("gpt_oss", sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data += 1.5
+    ids = tokens(2, TOKENS)
+    dense = model(ids).logits
+    skl.sparsify(model, OracleSelector(TOKENS, BLOCK))
+    check(model(ids).logits, dense)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    padded = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    check(padded[1, 9:], model(ids[1:, 9:]).logits[0])
 
 
 def test_what_cannot_be_gathered_is_refused_in_a_sentence() -> None:

@@ -202,12 +202,13 @@ def sparse_attention_backward(
     query_block: int,
     output: AttentionOutput,
     d_out: Tensor,
+    d_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to ``q``, ``k`` and ``v``, in their dtypes, in one pass."""
     out, rest, m, ln_l = output
     dq, dk, dv = torch.ops.streamkl_cpu.sparse_attention_backward(
         q, k, v, *_selected(support, side, indices, query_block), *_window(support), out, rest,
-        m.contiguous(), ln_l.contiguous(), d_out,
+        m.contiguous(), ln_l.contiguous(), d_out, None if d_lse is None else d_lse.float().contiguous(),
     )  # fmt: skip
     return dq, dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 

@@ -17,7 +17,7 @@ TORCH_LIBRARY(streamkl_cpu, library) {
   library.def("attention_topk(Tensor q, Tensor k, Tensor m, Tensor ln_l, Tensor table, float scale, int topk, int query_blocks, int query_block, int left, int right) -> Tensor");
   library.def("first_wrong_row(Tensor topk, int nk) -> int");
   library.def("sparse_attention(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor table, int query_block, float scale, int left, int right, bool for_backward, Tensor? page_table) -> (Tensor, Tensor, Tensor, Tensor)");
-  library.def("sparse_attention_backward(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor table, int query_block, float scale, int left, int right, Tensor out, Tensor rest, Tensor m, Tensor ln_l, Tensor d_out) -> (Tensor, Tensor, Tensor)");
+  library.def("sparse_attention_backward(Tensor q, Tensor k, Tensor v, Tensor indices, Tensor table, int query_block, float scale, int left, int right, Tensor out, Tensor rest, Tensor m, Tensor ln_l, Tensor d_out, Tensor? d_lse) -> (Tensor, Tensor, Tensor)");
   library.def("gathered_logsumexp(Tensor q, Tensor k, Tensor? w, Tensor table, Tensor topk, float scale, bool relu, int left, int right, int key_span) -> (Tensor, Tensor)");
   library.def("gathered_paired_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor table, Tensor topk, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right, int key_span) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("gathered_mixture_rows(Tensor a_q, Tensor a_k, Tensor b_q, Tensor b_k, Tensor? b_w, Tensor table, Tensor topk, Tensor m_a, Tensor ln_l_a, float a_scale, float b_scale, bool a_relu, bool b_relu, int left, int right, int key_span, int runs) -> (Tensor, Tensor, Tensor, Tensor)");

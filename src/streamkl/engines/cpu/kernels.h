@@ -57,11 +57,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t query_block,
     double scale, int64_t left, int64_t right, bool for_backward, const std::optional<Tensor>& page_table);
 
-// dQ in the dtype of q, dK and dV in floats, from what sparse_attention returned and the gradient of out.
+// dQ in the dtype of q, dK and dV in floats, from what sparse_attention returned and the gradient of out, and that of
+// the log-sum-exp, d_lse [B, H, Nq], if it has one.
 std::tuple<Tensor, Tensor, Tensor> sparse_attention_backward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t query_block,
     double scale, int64_t left, int64_t right, const Tensor& out, const Tensor& rest, const Tensor& m, const Tensor& ln_l,
-    const Tensor& d_out);
+    const Tensor& d_out, const std::optional<Tensor>& d_lse);
 
 // The passes over selected keys, topk [B, topk_heads, Nq, K] as in problem.py's Support.
 

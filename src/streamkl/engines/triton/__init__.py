@@ -222,6 +222,7 @@ def sparse_attention_backward(
     query_block: int,
     output: AttentionOutput,
     d_out: Tensor,
+    d_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients to ``q``, ``k`` and ``v``, in their dtypes: a pass over queries, and one over keys, without atomics."""
     from streamkl.engines.triton import launch
@@ -229,7 +230,7 @@ def sparse_attention_backward(
     from streamkl.engines.triton.plans import attention
 
     launches, gradients = attention.sparse_attention_backward(
-        support, side, q, k, v, indices, query_block, output, d_out, architecture.of(q.device)
+        support, side, q, k, v, indices, query_block, output, d_out, architecture.of(q.device), d_lse
     )  # fmt: skip
     launch.run_all(launches, q.device)
     return gradients

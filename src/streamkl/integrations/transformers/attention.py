@@ -61,15 +61,14 @@ def streamkl_attention(
     if layer is not None:
         if layer.family.has_sinks:
             sinks = kwargs.pop("s_aux", None)
-            if sinks is not None and torch.is_grad_enabled() and (query.requires_grad or sinks.requires_grad):
-                raise ValueError(
-                    f"attention with sinks has no gradients under {layer.implementation} (layer {layer.number}): call "
-                    f"the model under torch.no_grad(), or train it with another attn_implementation"
-                )
         refuse(module, kwargs, "sparse attention")
     selector = None if layer is None else layer.selector_of(rows)
-    read = selector is not None or sinks is not None or (layer is not None and (layer.reads or layer.captured))
-    call = layout = None
+    if layer is not None and selector is None and _has_gradients(query, sinks):
+        raise ValueError(
+            f"dense attention with sinks has no gradients under {layer.implementation} (layer {layer.number}): call "
+            f"the model under torch.no_grad(), or train it under streamkl_sparse or an implementation of transformers"
+        )
+    read = selector is not None or (layer is not None and (layer.reads or layer.captured))
     if layer is not None and layer.is_global and read:
         carried = _checked(layer, attention_mask, dropout if selector is not None else 0.0, kwargs)
         if isinstance(block_indices, IndexTensors):
@@ -80,32 +79,27 @@ def streamkl_attention(
             call = _with_sinks(call, sinks)
         if selector is not None:
             selected = layer.select(call, selector, indices)
-            options: dict[str, Any] = {
-                "query_block": selector.query_block, "scale": scaling, "cu_seqlens_q": call.cu_seqlens_q,
-                "cu_seqlens_k": call.cu_seqlens_k,
-            }  # fmt: skip
-            if call.rest is None:
-                out = sparse_attention(call.q, call.k, layout.all_keys(value), selected, **options)
-            else:
-                both = sparse_attention(call.q, call.k, layout.all_keys(value), selected, return_lse=True, **options)
-                out = _scaled(*both, call)
+            out = sparse_attention(
+                call.q, call.k, layout.all_keys(value), selected, query_block=selector.query_block, scale=scaling,
+                cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, sink=sinks,
+            )  # fmt: skip
             layer.tell(Attended(layer.number, call, selected, selector.query_block, layout.query_at))
             return layout.back(out, query.shape[0], rows), None
         layer.tell(Attended(layer.number, call, tokens=layout.query_at))
     mask = attention_mask.mask if isinstance(attention_mask, ModuleCall) else attention_mask
-    if isinstance(mask, Mask):
-        if layer is not None and not layer.is_global and layer.captured:
-            layer.tell(Recorded(layer.number, query, key, scaling, mask.sequences).attended())
-        mask = mask.tensor(query.device)
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
-    if call is not None and layout is not None and call.rest is not None:
-        packed = layout.queries(out.transpose(1, 2))
-        lse = streamkl.attention_lse(
-            call.q, call.k, scale=call.scale, causal=True, cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_k,
-        )  # fmt: skip
-        out = layout.back(_scaled(packed, lse, call), query.shape[0], rows)
+    if isinstance(mask, Mask) and layer is not None and not layer.is_global and layer.captured:
+        layer.tell(Recorded(layer.number, query, key, scaling, mask.sequences).attended())
+    bias = mask.tensor(query.device) if isinstance(mask, Mask) else mask
+    out, _ = sdpa_attention_forward(module, query, key, value, bias, scaling=scaling, dropout=dropout, **kwargs)
+    if sinks is not None:
+        if not isinstance(mask, Mask):
+            raise ValueError(f"attention with sinks takes padding as a mask of [batch, tokens]: {type(mask).__name__}")
+        out = _with_sinks_in_denominator(out, query, key, sinks, scaling, mask)
     return out, None
+
+
+def _has_gradients(query: Tensor, sinks: Tensor | None) -> bool:
+    return sinks is not None and torch.is_grad_enabled() and (query.requires_grad or sinks.requires_grad)
 
 
 def _with_sinks(call: AttentionCall, sinks: Tensor) -> AttentionCall:
@@ -117,12 +111,19 @@ def _with_sinks(call: AttentionCall, sinks: Tensor) -> AttentionCall:
     return call._replace(rest=rest if packed else rest.expand(call.q.shape[0], -1, -1))
 
 
-def _scaled(out: Tensor, lse: Tensor, call: AttentionCall) -> Tensor:
-    """Attention with what else its softmax covers, from that to the keys alone and its log-sum-exp."""
-    assert call.rest is not None, "the softmax covers more"
-    packed = call.cu_seqlens_q is not None
-    lse, rest = (lse.mT, call.rest.mT) if packed else (lse, call.rest)
-    return with_rest(out, lse, rest)
+def _with_sinks_in_denominator(
+    out: Tensor, query: Tensor, key: Tensor, sinks: Tensor, scaling: float | None, mask: Mask
+) -> Tensor:
+    """Attention ``[B, Nq, H, Dv]`` whose softmax covers sinks, too, from that to the keys alone."""
+    layout, width = mask.layout(query.device), mask.sequences.window
+    lse = streamkl.attention_lse(
+        layout.queries(query), layout.all_keys(key), scale=scaling, causal=True,
+        window=None if width is None else (width - 1, 0), cu_seqlens_q=layout.cu_seqlens_q,
+        cu_seqlens_k=layout.cu_seqlens_k,
+    )  # fmt: skip
+    out, sinks = layout.queries(out.transpose(1, 2)), sinks.to(lse)
+    out = with_rest(out, lse.mT, sinks) if layout.packed else with_rest(out, lse, sinks[:, None])
+    return layout.back(out, query.shape[0], query.shape[2])
 
 
 def _layer(module: nn.Module) -> SparseLayer | None:

@@ -72,10 +72,15 @@ class SparseLayer:
 
     @property
     def active(self) -> Selector | None:
-        """The selector under this implementation; ``None`` for dense attention."""
+        """The selector under this implementation; ``None`` for dense attention.
+
+        A module without an indexer in a model that has them, of its own and not those of earlier layers, is dense.
+        """
         if not self.is_global or not self.is_ours:
             return None
-        return IMPLEMENTATIONS[self.implementation](self.selector)
+        selector = IMPLEMENTATIONS[self.implementation](self.selector)
+        has_none = self.has_own_indexer and self.module.indexer is None and not self.family.shares(self.module)
+        return None if has_none and isinstance(selector, IndexerSelector) else selector
 
     def selector_of(self, rows: int) -> Selector | None:
         """The selector for a call of ``rows`` queries."""

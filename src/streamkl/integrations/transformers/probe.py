@@ -29,11 +29,11 @@ ROUNDINGS = 8
 Each of its layers rounds otherwise; a wrong mask or scale is thousands of times as far in float32."""
 KNOWN = {
     "attention_mask", "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions",
-    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "scaling", "sliding_window",
-    "use_cache",
+    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "s_aux", "scaling",
+    "sliding_window", "use_cache",
 }  # fmt: skip
-"""Arguments of attention functions that change nothing but what the mask, too, says. A model that passes others to its
-attention may mean something by them that no probe of a few tokens would show."""
+"""Arguments of attention functions that change nothing but what the mask, too, says, and sinks. A model that passes
+others to its attention may mean something by them that no probe of a few tokens would show."""
 
 
 class ProbedLayer(SparseLayer):

@@ -23,7 +23,7 @@ struct RowsTask {
 // What the gradient of a slot's rows needs, padded to whole lanes: the row stats, the inner product of the gradient
 // with the output, the factor of dx, and the run [first, last) of the sorted keys that a row sees.
 struct SlotRows {
-  Row m, ln_l, delta, factor;
+  Row m, ln_l, delta, of_lse, factor;
   alignas(64) int64_t first[kBlockQ], last[kBlockQ];
 };
 
@@ -75,9 +75,9 @@ class AttentionGradient {
  public:
   AttentionGradient(
       const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& rest, const Tensor& m, const Tensor& ln_l,
-      const Tensor& d_out, double scale, const Window& window, const Tensor& dq, const Tensor& dk, const Tensor& dv)
+      const Tensor& d_out, const std::optional<Tensor>& d_lse, double scale, const Window& window, const Tensor& dq, const Tensor& dk, const Tensor& dv)
       : logits_(dense_side_of(q, k, scale, false)), values_(dense_side_of(d_out, v, 1.0, false)), out_(out), rest_(rest), m_(m), ln_l_(ln_l),
-        d_out_(d_out), scale_(static_cast<float>(scale)), window_(window), dq_(dq), dk_(dk), dv_(dv), group_(q.size(1) / k.size(1)),
+        d_out_(d_out), d_lse_(d_lse), scale_(static_cast<float>(scale)), window_(window), dq_(dq), dk_(dk), dv_(dv), group_(q.size(1) / k.size(1)),
         softmax_(scale), x_(kBlockK * kStrip), d_p_(kBlockK * kStrip), dk_tile_(kBlockK * logits_->padded_dim),
         dv_tile_(kBlockK * values_->padded_dim), out_row_(values_->padded_dim), rest_row_(values_->padded_dim),
         d_row_(values_->padded_dim) {}
@@ -100,7 +100,7 @@ class AttentionGradient {
     }
     // In float32 delta errs as much as d_p, so it is the sum of p d_p: their errors cancel where p is close to 1.
     if constexpr (precision == Precision::kExact) {
-      for (auto& slot : slots_) std::fill_n(slot.delta.data, round_up(rows, kLanes), 0.0f);
+      for (auto& slot : slots_) slot.delta = slot.of_lse;
       each_tile(task, kv, false, [&](int64_t j0, int64_t count, int64_t padded) {
         each_product(slots, rows, padded, [&](int64_t slot, const Part& part) {
           for (int64_t i = part.i0; i < part.i1; i += kLanes) add_delta(task, slots_[slot], i, i - part.i0, j0, count);
@@ -175,16 +175,18 @@ class AttentionGradient {
         to.first[at] = first;
         to.last[at] = last;
         softmax_.take(m_.const_data_ptr<float>()[row], ln_l_.const_data_ptr<float>()[row], to.m.data[at], to.ln_l.data[at]);
-        to.delta.data[at] = delta(rows.seq.batch, first_head + n, task.first_row() + i, finite);
+        // p (d_p - delta) + p d_lse
+        to.of_lse.data[at] = d_lse_ ? -d_lse_->const_data_ptr<float>()[row] : 0.0f;
+        to.delta.data[at] = delta(rows.seq.batch, first_head + n, task.first_row() + i, finite) + to.of_lse.data[at];
         to.ln_l.data[at] += finite;  // a row whose gradient is not finite makes nan of all that it reaches
-        // The softmax of one logit is constant: rounding must not give it a gradient.
-        to.factor.data[at] = seen == 1 ? 0.0f : scale_;
+        // The softmax of one logit is constant: rounding must not give it a gradient. Its log-sum-exp is not.
+        to.factor.data[at] = seen == 1 && !d_lse_ ? 0.0f : scale_;
       }
     }
     const int64_t end = heads * task.rows;
     for (int64_t at = end; at < round_up(end, kLanes); at++) {
       to.first[at] = to.last[at] = 0;
-      for (Row* row : {&to.m, &to.ln_l, &to.delta, &to.factor}) row->data[at] = 0.0f;
+      for (Row* row : {&to.m, &to.ln_l, &to.delta, &to.of_lse, &to.factor}) row->data[at] = 0.0f;
     }
   }
 
@@ -270,6 +272,7 @@ class AttentionGradient {
 
   std::unique_ptr<DenseSide> logits_, values_;  // of q and k; of the gradient of the output and v
   const Tensor out_, rest_, m_, ln_l_, d_out_;
+  const std::optional<Tensor> d_lse_;
   const float scale_;
   const Window window_;
   const Tensor dq_, dk_, dv_;
@@ -284,7 +287,8 @@ class AttentionGradient {
 
 std::tuple<Tensor, Tensor, Tensor> sparse_attention_backward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& indices, const Tensor& table, int64_t query_block,
-    double scale, int64_t left, int64_t right, const Tensor& out, const Tensor& rest, const Tensor& m, const Tensor& ln_l, const Tensor& d_out) {
+    double scale, int64_t left, int64_t right, const Tensor& out, const Tensor& rest, const Tensor& m, const Tensor& ln_l, const Tensor& d_out,
+    const std::optional<Tensor>& d_lse) {
   const Window window{left, right};
   const auto query_blocks = query_blocks_of(table, query_block);
   const SortedTopk topk(indices, query_blocks, window, k.size(2));
@@ -309,7 +313,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_attention_backward(
     using T = decltype(of_tensors);
     constexpr auto precision = std::is_same_v<T, float> ? Precision::kExact : Precision::kFast;
     order.run(precision == Precision::kFast, [&] {
-      return [&, gradient = AttentionGradient<T, precision>(q, k, v, out, rest, m, ln_l, d_out, scale, window, dq, dk, dv)](const OwnedTask& task) mutable {
+      return [&, gradient = AttentionGradient<T, precision>(q, k, v, out, rest, m, ln_l, d_out, d_lse, scale, window, dq, dk, dv)](const OwnedTask& task) mutable {
         gradient.run(sequences[task.owner / kv_heads][task.number], task.owner % kv_heads, order, task);
       };
     });

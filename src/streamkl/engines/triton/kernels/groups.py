@@ -140,13 +140,15 @@ class GradientOut(NamedTuple):
 class AttentionOut(NamedTuple):
     """Results of sparse attention: ``out [B, H, Nq, Dv]`` and the row stats, each ``[B, H, Nq]``.
 
-    ``rest`` is what rounding took from ``out``, or None.
+    ``rest`` is what rounding took from ``out``, or None. ``d_lse`` is the gradient of the log-sum-exp ``m + ln_l``,
+    where a backward has one.
     """
 
     out: Strided
     rest: Strided | None
     m: Any
     ln_l: Any
+    d_lse: Any = None
 
 
 class AttentionRowPtrs(NamedTuple):

@@ -73,6 +73,7 @@ def sparse_attention_backward(
     output: AttentionOutput,
     d_out: Tensor,
     arch: str,
+    d_lse: Tensor | None = None,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor]]:
     """Gradients to q, k and v: a pass over queries, which makes the row vectors of the pass over keys."""
     values = Side.of(d_out, v, 1.0)
@@ -81,11 +82,13 @@ def sparse_attention_backward(
     make = torch.zeros if over_keys.mask.packed else torch.empty  # zero where a token may belong to no sequence
     dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     output = output._replace(m=output.m.contiguous(), ln_l=output.ln_l.contiguous())
+    d_lse = None if d_lse is None else d_lse.float().contiguous()
     rows = AttentionRowPtrs(*(torch.empty_like(output.m) for _ in range(3)))
     both: dict[str, Any] = {"side": side_arguments(side, q, k), "value": side_arguments(values, d_out, v)}
+    given = _out_arguments(output)._replace(d_lse=d_lse)
     queries = _query_launch(
         attention_queries_kernel, over_queries, indices, query_block, over_queries.b.pieces,
-        {**both, "given": _out_arguments(output), "rows_out": rows, "dq_ptr": dq}, VALUE=over_queries.a,
+        {**both, "given": given, "rows_out": rows, "dq_ptr": dq}, VALUE=over_queries.a,
     )  # fmt: skip
     keys = min(over_keys.config.keys, MOST_KEYS)
     blocks, pieces = over_keys.blocks(support.nk, keys), max(over_keys.a.pieces, over_keys.b.pieces)

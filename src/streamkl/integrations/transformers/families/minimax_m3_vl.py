@@ -60,10 +60,6 @@ class MiniMaxM3(OwnIndexers):
     attention = "MiniMaxM3VLAttention"
     selects_late = True
 
-    def is_global(self, attention: Attention) -> bool:
-        """Only a module with an indexer selects keys; the others see all of them, in the model itself too."""
-        return attention.indexer is not None
-
     def selector(self, config: Any) -> IndexerSelector:
         """A per-query top-k with the model's own number of keys."""
         return IndexerSelector(topk=self.own_topk(config), query_block=1, activation=None)

@@ -35,6 +35,7 @@ class Structural(GroupedQuery):
     model_types = ("*",)
     attention = "*"
     probed = True
+    has_sinks = True
 
     def attentions(self, model: nn.Module) -> dict[int, Attention]:
         """The decoder's modules of that structure, by the number of their layer.

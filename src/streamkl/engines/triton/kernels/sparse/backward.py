@@ -125,6 +125,8 @@ def attention_queries_kernel(
             v = held(v_ptrs + keys * value.k.stride_token, exist, value.k, VALUE, True)  # [KEYS, BLOCK]
             _, terms = tile_gradient(q, k, d, v, m, log2_l, nothing, allowed, side, value, SIDE, VALUE)
             delta += tl.sum(terms, 1)
+    if given.d_lse is not None:  # p (dp - delta) + p d_lse
+        delta -= tl.load(given.d_lse + rows.index, mask=live, other=0.0)
     keys_seen = tl.zeros([ROWS], tl.int32)
     dq = zeros(ROWS, SIDE.grad)  # [ROWS, GRAD]
     for first in range(0, seen, KEYS):
@@ -136,6 +138,8 @@ def attention_queries_kernel(
         dq = dot_add(dx.to(k_columns.dtype), k_columns, dq, SIDE.upcast)
         keys_seen += tl.sum(allowed.to(tl.int32), 1)
     several = tl.where(keys_seen == 1, 0.0, 1.0)
+    if given.d_lse is not None:
+        several = tl.full([ROWS], 1.0, tl.float32)
     dq = dq * (several * side.scale)[:, None]
     store_rows(dq_ptr + rows.index * SIDE.dim, rows.exist, dq, first_column, SIDE.dim, SIDE.grad, False)
     stored = rows.exist & (work.part == 0)
