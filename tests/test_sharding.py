@@ -1,4 +1,4 @@
-"""Two real processes over gloo: DTensor rules by batch and heads, and FSDP2 around a module that calls the loss."""
+"""Two real processes over gloo: DTensor rules by batch and heads; FSDP2 around a loss, and around a sparse model."""
 
 import os
 import subprocess
@@ -12,9 +12,9 @@ WORKERS = Path(__file__).parent / "workers"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["dtensor", "fsdp"])
+@pytest.mark.parametrize("worker", ["dtensor", "fsdp", "fsdp_sparse"])
 def test_two_ranks_equal_one(worker: str) -> None:
-    if worker == "fsdp" and not hasattr(torch.cpu.Stream, "record_event"):
+    if worker.startswith("fsdp") and not hasattr(torch.cpu.Stream, "record_event"):
         pytest.skip("FSDP2 of this torch does not run on CPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
