@@ -81,7 +81,7 @@ ALLOWED = {
     },
     "sparse/scores.py": {f"{SPARSE}.arguments", "streamkl.problem"},
     "sparse/selection.py": {SPARSE, f"{SPARSE}.arguments", f"{SPARSE}.head_groups"},
-    "sparse/selectors.py": {f"{SPARSE}.arguments", f"{SPARSE}.selection", "streamkl.problem"},
+    "sparse/selectors.py": {f"{SPARSE}.arguments", f"{SPARSE}.selection", "streamkl.api", "streamkl.problem"},
     "sparse/diagnostics.py": {SPARSE, f"{SPARSE}.arguments", "streamkl.problem"},
     "indexer/__init__.py": {f"{INDEXER}.base", f"{INDEXER}.head", f"{INDEXER}.lightning", f"{INDEXER}.rope"},
     "indexer/rope.py": set(),

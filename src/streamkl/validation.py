@@ -279,6 +279,17 @@ def sparse_attention_arguments(
     return SparseArguments(q, k, v, indices.unsqueeze(0) if keys.packed else indices, keys)
 
 
+def sink_rows(sink: Tensor, q: Tensor, packed: bool) -> Tensor:
+    """Checks sinks ``[H]`` and returns them as rows ``[B, H, Nq]``, packed ``[H, Tq]``, in the dtype of an LSE."""
+    _canonical({"q": q}, Keys(None, None, None, None, packed))
+    is_sink = isinstance(sink, Tensor) and sink.shape == q.shape[1:2] and sink.is_floating_point()
+    if not is_sink or sink.device != q.device:
+        got = f"{sink.dtype} {list(sink.shape)} on {sink.device}" if isinstance(sink, Tensor) else type(sink).__name__
+        raise ValueError(f"sink must be a tensor of [{q.shape[1]}] logits, one per head, on {q.device}: got {got}")
+    rows = sink.to(torch.promote_types(q.dtype, torch.float32))[:, None]
+    return rows.expand(-1, q.shape[0]) if packed else rows.expand(q.shape[0], -1, q.shape[2])
+
+
 def _paged(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, keys: Keys) -> list[Tensor]:
     """Checks keys and values in pages; returns ``q [1, H, Tq, D]``, ``k`` and ``v [pages, Hkv, page_size, D]``."""
     if not keys.packed or keys.cu_seqlens_k is None:

@@ -115,7 +115,8 @@ def distill_attention(
     if isinstance(attention_mask, Causal) and attention_mask.with_compressed:
         return _with_compressed(module, query, key, value, attention_mask.window, scaling, s_aux)
     width = kwargs.get("sliding_window")
-    if width is not None and context is None and not captures:  # its mask, of the window alone, is not read
+    by_heads = batch is not None and batch.by_heads
+    if width is not None and (context is None or by_heads) and not captures:  # its mask, of the window, is not read
         output, lse = window_attention(query, key, value, width, scaling)
         assert s_aux is not None, "other attention to a window is SDPA's"
         return with_rest(output, lse, s_aux.to(lse)[:, None]).transpose(1, 2).contiguous(), None

@@ -87,7 +87,9 @@ def _sparse(backbone: Any, settings: FinetuneSettings) -> SparseModel:
         indexers, selector = None, before.selector
     if indexers is not None:
         indexers.to(torch.promote_types(backbone.dtype, torch.float32))  # for the optimizer
-        selector = dataclasses.replace(selector, topk=settings.measured, query_block=settings.query_block)  # pyright: ignore
+        late = before is not None and before.family.selects_late
+        block = selector.query_block if late else settings.query_block
+        selector = dataclasses.replace(selector, topk=settings.measured, query_block=block)  # pyright: ignore
     elif settings.topk:
         selector = dataclasses.replace(selector, topk=settings.topk)  # pyright: ignore
     return sparsify(backbone, selector, indexers)

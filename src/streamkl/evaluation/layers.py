@@ -43,6 +43,7 @@ def look(subject: Subject, ids: list[int], methods: list[Method]) -> dict[Method
             call = last_rows(attended.call, ROWS)
             lse = streamkl.attention_lse(call.q, call.k, scale=call.scale, causal=True)
             call = call._replace(lse=lse)
+            lse = lse if call.rest is None else torch.logaddexp(lse, call.rest.to(lse))
             for method in mine:
                 indices = subject.selector(method).select(call)
                 indices = indices.repeat_interleave(method.query_block, 1)[:, : call.q.shape[2]]
@@ -65,4 +66,5 @@ def last_rows(call: AttentionCall, count: int) -> AttentionCall:
         w: Tensor | None = index.index_w
         return index._replace(index_q=index.index_q[:, :, rows], index_w=None if w is None else w[:, rows])
 
-    return call._replace(q=call.q[:, :, rows], index=cut(call.index), lse=None)
+    rest = None if call.rest is None else call.rest[:, :, rows]
+    return call._replace(q=call.q[:, :, rows], index=cut(call.index), lse=None, rest=rest)

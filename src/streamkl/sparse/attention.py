@@ -148,7 +148,7 @@ def sparse_attention(
         torch.Size([64, 4, 32])
     """
     packed = cu_seqlens_q is not None
-    rest = None if sink is None else _sink_rows(sink, q, packed)
+    rest = None if sink is None else validation.sink_rows(sink, q, packed)
     options = {"query_block": query_block, "scale": scale, "causal": causal, "window": window, "backend": backend}
     if isinstance(indices, Tensor) and indices.dim() == (3 if packed else 4):
         if page_table is not None:
@@ -188,32 +188,25 @@ def _attended(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table, rest=rest,
         )  # fmt: skip
     keys = arguments.keys
-    for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:3])
+    learning = [*arguments[:3], *(() if rest is None else (rest,))]
+    for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in learning)
     out, unrounded, m, ln_l = torch.ops.streamkl.sparse_attention(
         *arguments[:4], scale, keys.cu_seqlens_q, keys.cu_seqlens_k, keys.left, keys.right, query_block, backend,
         for_backward, page_table,
     )  # fmt: skip
     lse = m.detach() + ln_l
     if rest is not None:
-        dtype, exact = out.dtype, out.to(lse.dtype)
-        if unrounded.numel():  # what rounding took from the output: the gradient of a sink needs it
-            exact = exact + unrounded.detach()
-        scaled = with_rest(exact, lse, rest[None] if keys.packed else rest)
-        # Dead rows have no gradient, whatever they are given.
-        out = torch.where((lse == -torch.inf)[..., None], 0.0, scaled).to(dtype)
+        rest = rest[None] if keys.packed else rest
+        if for_backward:
+            dtype, dead, exact = out.dtype, lse == -torch.inf, out.to(lse.dtype)
+            if unrounded.numel():  # what rounding took from the output: the gradient of a sink needs it
+                exact = exact + unrounded.detach()
+            scaled = with_rest(exact, torch.where(dead, 0.0, lse), rest)
+            out = torch.where(dead[..., None], 0.0, scaled).to(dtype)  # no gradient, whatever dead rows are given
+        else:
+            out = with_rest(out, lse, rest)
     lse = lse.detach()
     return (out[0].transpose(0, 1), lse[0]) if keys.packed else (out, lse)
-
-
-def _sink_rows(sink: Tensor, q: Tensor, packed: bool) -> Tensor:
-    """``[B, H, Nq]``, packed ``[H, Tq]``: a sink as rows of its own, in the dtype of a log-sum-exp."""
-    if not isinstance(q, Tensor) or q.dim() != (3 if packed else 4):
-        raise ValueError(f"q must be of shape {'[tokens, heads, dim]' if packed else '[batch, heads, tokens, dim]'}")
-    if not isinstance(sink, Tensor) or sink.shape != q.shape[1:2] or not sink.is_floating_point():
-        got = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else type(sink).__name__
-        raise ValueError(f"sink must be a tensor of [{q.shape[1]}] logits, one per head: got {got}")
-    rows = sink.to(torch.promote_types(q.dtype, torch.float32))[:, None]
-    return rows.expand(-1, q.shape[0]) if packed else rows.expand(q.shape[0], -1, q.shape[2])
 
 
 def _by_group(

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from streamkl.api import attention_lse
 from streamkl.problem import Sequence, Support
 from streamkl.sparse.arguments import IndexTensors, attention_support, check_selection
 from streamkl.sparse.selection import index_topk, oracle_topk
@@ -108,10 +109,21 @@ class OracleSelector(_Selector):
     per_kv_head: bool = False
 
     def select(self, call: AttentionCall) -> Tensor:
-        """The selected keys of a call; if it has no ``lse``, another pass computes it."""
+        """The selected keys of a call; if it has no ``lse``, another pass computes it.
+
+        What else the softmax covers is part of it: a head counts by the share of its attention that lies on keys.
+        """
+        lse = call.lse
+        if call.rest is not None:
+            if lse is None:
+                lse = attention_lse(
+                    call.q, call.k, scale=call.scale, causal=call.causal, window=call.window,
+                    cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
+                )  # fmt: skip
+            lse = torch.logaddexp(lse, call.rest.to(lse))
         return oracle_topk(
             call.q, call.k, topk=self.topk, query_block=self.query_block, scale=call.scale, causal=call.causal,
-            window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, lse=call.lse,
+            window=call.window, cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k, lse=lse,
             groups=call.k.shape[1] if self.per_kv_head else 1,
         )  # fmt: skip
 

@@ -83,7 +83,19 @@ def test_other_selectors_select_in_all_layers_and_all_keys_are_dense_attention(m
     torch.testing.assert_close(model(prompt()).logits, everything, rtol=0, atol=1e-12)
 
 
-def test_a_query_block_is_refused(model: Any) -> None:
-    skl.sparsify(model, IndexerSelector(KEYS, 4, activation=None))
-    with pytest.raises(ValueError, match=f"the indexers of {MiniMaxM3.name} select for each query: got a query_block"):
-        model(prompt())
+@torch.no_grad()
+def test_rows_of_the_batch_may_have_other_numbers_of_sequences(model: Any) -> None:
+    ids = prompt()
+    lengths = ((TOKENS,), (9, 12, TOKENS - 21))
+    parts = [row.split(each) for row, each in zip(ids, lengths, strict=True)]
+    alone = [torch.cat([model(part[None]).logits[0] for part in row]) for row in parts]
+    skl.sparsify(model)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in each]) for each in lengths])
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed, torch.stack(alone), rtol=0, atol=ROUTED)
+
+
+def test_a_query_block_and_probabilities_are_refused(model: Any) -> None:
+    for selector in (IndexerSelector(KEYS, 4, None), IndexerSelector(KEYS, 1, None, normalise=True)):
+        with pytest.raises(ValueError, match=f"the indexers of {MiniMaxM3.name} select for each query, by scores"):
+            skl.sparsify(model, selector)

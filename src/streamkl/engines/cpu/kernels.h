@@ -1,6 +1,6 @@
 // The engine's functions. Tensors are those of problem.py's Inputs; table [sequences, 6] holds its sequences. b_w [B,
 // J, Nq] are the weights of a head-summed side b. Row vectors are [B, heads, Nq], contiguous floats. The target of a
-// mixture is the largest of the means of as many runs of heads.
+// mixture is the largest of the means of its runs of heads, key by key.
 #pragma once
 
 #include <ATen/core/Tensor.h>

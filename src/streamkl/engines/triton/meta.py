@@ -136,7 +136,7 @@ class Group(NamedTuple):
         """Reads a problem."""
         size, per_kv, runs = problem.head_group, problem.a.heads // problem.a.kv_heads, problem.runs
         heads = size // runs
-        if per_kv % size == 0:
+        if per_kv % size == 0 and runs == 1:
             pack = math.gcd(problem.b.heads // problem.b.kv_heads, per_kv // size)
             return cls(size, 1, size, pack, runs, heads)
         if heads % per_kv == 0:

@@ -16,7 +16,10 @@ from streamkl.integrations.transformers.masks import Mask, streamkl_mask
 from streamkl.integrations.transformers.module_call import ModuleCall
 from streamkl.integrations.transformers.recording import Attended, Recorded, refuse
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS
-from streamkl.sparse import AttentionCall, IndexTensors, sparse_attention
+from streamkl.sparse import AttentionCall, IndexTensors, WindowSelector, sparse_attention
+
+WINDOW_BLOCK = 64
+"""Queries that share the keys of their windows, where a softmax over a window covers sinks."""
 
 
 def register() -> None:
@@ -36,7 +39,7 @@ def streamkl_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     indices: Tensor | None = None,
-    block_indices: Any = None,
+    block_indices: IndexTensors | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends to the keys that the layer's selector selects, or to all.
@@ -63,15 +66,10 @@ def streamkl_attention(
             sinks = kwargs.pop("s_aux", None)
         refuse(module, kwargs, "sparse attention")
     selector = None if layer is None else layer.selector_of(rows)
-    if layer is not None and selector is None and _has_gradients(query, sinks):
-        raise ValueError(
-            f"dense attention with sinks has no gradients under {layer.implementation} (layer {layer.number}): call "
-            f"the model under torch.no_grad(), or train it under streamkl_sparse or an implementation of transformers"
-        )
     read = selector is not None or (layer is not None and (layer.reads or layer.captured))
     if layer is not None and layer.is_global and read:
         carried = _checked(layer, attention_mask, dropout if selector is not None else 0.0, kwargs)
-        if isinstance(block_indices, IndexTensors):
+        if block_indices is not None:
             carried.index = block_indices
         layout = carried.mask.layout(query.device)
         call = layer.call(carried, query, key, scaling, layout)
@@ -88,18 +86,60 @@ def streamkl_attention(
         layer.tell(Attended(layer.number, call, tokens=layout.query_at))
     mask = attention_mask.mask if isinstance(attention_mask, ModuleCall) else attention_mask
     if isinstance(mask, Mask) and layer is not None and not layer.is_global and layer.captured:
-        layer.tell(Recorded(layer.number, query, key, scaling, mask.sequences).attended())
+        attended = Recorded(layer.number, query, key, scaling, mask.sequences).attended()
+        layer.tell(attended if sinks is None else attended._replace(call=_with_sinks(attended.call, sinks)))
+    if sinks is not None and layer is not None:
+        return _dense_with_sinks(module, layer, query, key, value, sinks, mask, scaling, dropout, kwargs), None
     bias = mask.tensor(query.device) if isinstance(mask, Mask) else mask
     out, _ = sdpa_attention_forward(module, query, key, value, bias, scaling=scaling, dropout=dropout, **kwargs)
-    if sinks is not None:
-        if not isinstance(mask, Mask):
-            raise ValueError(f"attention with sinks takes padding as a mask of [batch, tokens]: {type(mask).__name__}")
-        out = _with_sinks_in_denominator(out, query, key, sinks, scaling, mask)
     return out, None
 
 
-def _has_gradients(query: Tensor, sinks: Tensor | None) -> bool:
-    return sinks is not None and torch.is_grad_enabled() and (query.requires_grad or sinks.requires_grad)
+def _dense_with_sinks(
+    module: nn.Module,
+    layer: SparseLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    mask: Mask | Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention ``[B, Nq, H, Dv]`` to all keys, or to those of a window, whose softmax covers sinks, too.
+
+    Query blocks gather the keys of their window, and have gradients. Attention to all keys is SDPA's, scaled.
+    """
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"attention with sinks takes padding as a mask of [batch, tokens]: layer {layer.number} got "
+            f"{list(mask.shape) if isinstance(mask, Tensor) else mask}"
+        )
+    layout, width = mask.layout(query.device), mask.sequences.window
+    q, k = layout.queries(query), layout.all_keys(key)
+    starts = {"cu_seqlens_q": layout.cu_seqlens_q, "cu_seqlens_k": layout.cu_seqlens_k}
+    if width is not None:
+        _checked_dropout(dropout)
+        window = (width - 1, 0)
+        gathered = WindowSelector(width + WINDOW_BLOCK, WINDOW_BLOCK, sinks=0)  # all that a block of queries sees
+        selected = gathered.select(AttentionCall(q, k, scaling, window=window, **starts))
+        out = sparse_attention(
+            q, k, layout.all_keys(value), selected, query_block=WINDOW_BLOCK, scale=scaling, window=window, sink=sinks,
+            **starts,
+        )  # fmt: skip
+        return layout.back(out, query.shape[0], query.shape[2])
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, sinks)):
+        raise ValueError(
+            f"dense attention with sinks has no gradients under {layer.implementation} (layer {layer.number}): call "
+            f"the model under torch.no_grad(), or train it under streamkl_sparse or an implementation of transformers"
+        )
+    bias = mask.tensor(query.device)
+    out, _ = sdpa_attention_forward(module, query, key, value, bias, scaling=scaling, dropout=dropout, **kwargs)
+    lse = streamkl.attention_lse(q, k, scale=scaling, causal=True, **starts)
+    out, sinks = layout.queries(out.transpose(1, 2)), sinks.to(lse)
+    out = with_rest(out, lse.mT, sinks) if layout.packed else with_rest(out, lse, sinks[:, None])
+    return layout.back(out, query.shape[0], query.shape[2])
 
 
 def _with_sinks(call: AttentionCall, sinks: Tensor) -> AttentionCall:
@@ -109,21 +149,6 @@ def _with_sinks(call: AttentionCall, sinks: Tensor) -> AttentionCall:
     tokens = call.q.shape[0 if packed else 2]
     rest = wide[:, None].expand(-1, tokens)
     return call._replace(rest=rest if packed else rest.expand(call.q.shape[0], -1, -1))
-
-
-def _with_sinks_in_denominator(
-    out: Tensor, query: Tensor, key: Tensor, sinks: Tensor, scaling: float | None, mask: Mask
-) -> Tensor:
-    """Attention ``[B, Nq, H, Dv]`` whose softmax covers sinks, too, from that to the keys alone."""
-    layout, width = mask.layout(query.device), mask.sequences.window
-    lse = streamkl.attention_lse(
-        layout.queries(query), layout.all_keys(key), scale=scaling, causal=True,
-        window=None if width is None else (width - 1, 0), cu_seqlens_q=layout.cu_seqlens_q,
-        cu_seqlens_k=layout.cu_seqlens_k,
-    )  # fmt: skip
-    out, sinks = layout.queries(out.transpose(1, 2)), sinks.to(lse)
-    out = with_rest(out, lse.mT, sinks) if layout.packed else with_rest(out, lse, sinks[:, None])
-    return layout.back(out, query.shape[0], query.shape[2])
 
 
 def _layer(module: nn.Module) -> SparseLayer | None:
@@ -137,10 +162,14 @@ def _layer(module: nn.Module) -> SparseLayer | None:
     return layer
 
 
-def _checked(layer: SparseLayer, carried: Any, dropout: float, kwargs: dict[str, Any]) -> ModuleCall:
-    """Refuses what sparse attention does not support, and returns the `ModuleCall`."""
+def _checked_dropout(dropout: float) -> None:
     if dropout:
         raise ValueError(f"sparse attention has no dropout: got {dropout}; set attention_dropout to 0, or call eval()")
+
+
+def _checked(layer: SparseLayer, carried: Any, dropout: float, kwargs: dict[str, Any]) -> ModuleCall:
+    """Refuses what sparse attention does not support, and returns the `ModuleCall`."""
+    _checked_dropout(dropout)
     if kwargs.get("is_causal") is False:
         raise ValueError(f"sparse attention is causal: layer {layer.number} got is_causal=False")
     if not isinstance(carried, ModuleCall):

@@ -173,7 +173,9 @@ def _scale(call: AttentionCall, temperature: float) -> float:
 
 
 def _check(student: AttentionCall, teacher: AttentionCall, layer: int, taught_by: int) -> None:
-    """Refuses a pair whose queries do not see the same keys."""
+    """Refuses a pair whose queries do not see the same keys, and softmaxes that cover more than keys."""
+    if student.rest is not None or teacher.rest is not None:
+        raise ValueError(f"layer {layer} of the student, or {taught_by} of the teacher, has attention sinks")
     if student.window != teacher.window:
         raise ValueError(
             f"layer {layer} of the student has the window {student.window}, layer {taught_by} of the teacher "

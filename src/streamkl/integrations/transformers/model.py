@@ -168,6 +168,7 @@ def sparsify(
             "streamkl.sparse.OracleSelector(topk=256, query_block=64), or a folder of indexers"
         )
     _check_indexers(model, selector, indexers)
+    family.check_selector(selector)
     if decode not in ("dense", "sparse", None):
         raise ValueError(f"decode must be 'dense', 'sparse' or None: got {decode!r}")
     if before is not None:

@@ -32,8 +32,8 @@ KNOWN = {
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "s_aux", "scaling",
     "sliding_window", "use_cache",
 }  # fmt: skip
-"""Arguments of attention functions that change nothing but what the mask, too, says, and sinks. A model that passes
-others to its attention may mean something by them that no probe of a few tokens would show."""
+"""Arguments of attention functions that are known: most change nothing but what the mask says, too; ``s_aux`` are
+sinks. A model that passes others may mean something by them that no probe of a few tokens would show."""
 
 
 class ProbedLayer(SparseLayer):

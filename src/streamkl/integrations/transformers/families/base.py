@@ -15,7 +15,8 @@ from streamkl.indexer.rope import fewer_frequencies
 from streamkl.sparse import AttentionCall, IndexTensors, Selector, index_topk
 
 REFUSED = {"attn_logit_softcapping": "a soft cap on its logits", "sinks": "attention sinks"}
-"""Attributes of attention modules that change the softmax, which sparse attention does not support."""
+"""Attributes of attention modules that change the softmax. Sparse attention supports no soft cap, and sinks where a
+family says that its modules hand them over (`Family.has_sinks`)."""
 
 Attention = Any
 """An attention module of transformers, whose attributes no type checker knows."""
@@ -184,6 +185,9 @@ class Family(ABC):
             ``[B, Nq, topk]``, or ``[B, R, Nq, K]`` if each of ``R`` head groups selects for itself; padded with -1.
         """
         return index_topk(*index, topk=topk, activation=indexer.activation)
+
+    def check_selector(self, selector: Selector) -> None:  # noqa: B027  # most take any
+        """Refuses a selector that the model's own indexers cannot follow."""
 
     def select_late(self, indexer: Indexer, call: AttentionCall, selector: Selector) -> Tensor:
         """The keys that a model's own indexer selects in an attention call, if the family `selects_late`.

@@ -105,14 +105,18 @@ class MiniMaxM3(OwnIndexers):
             chosen = (chosen[..., None] * size + place[:size]).flatten(-2)  # [B, R, rows, count * size]
             hidden = (best == -torch.inf).repeat_interleave(size, -1) | (chosen > at)
             found.append(chosen.masked_fill(hidden, -1).int())
-        return torch.cat(found, 2)
+        return torch.cat(found, 2) if found else q.new_empty((*q.shape[:3], 0), dtype=torch.int32)
+
+    def check_selector(self, selector: Selector) -> None:
+        """Refuses what its indexers do not do: they select for each query, by scores."""
+        if isinstance(selector, IndexerSelector) and (selector.query_block != 1 or selector.normalise):
+            raise ValueError(
+                f"the indexers of {self.name} select for each query, by scores: got a query_block of "
+                f"{selector.query_block} and normalise={bool(selector.normalise)}"
+            )
 
     def select_late(self, indexer: Indexer, call: AttentionCall, selector: Selector) -> Tensor:
         """The keys of blocks that are counted from the first token of each sequence."""
-        if selector.query_block != 1:
-            raise ValueError(
-                f"the indexers of {self.name} select for each query: got a query_block of {selector.query_block}"
-            )
         index = call.index
         assert index is not None, "the module's indexer hands its tensors over"
         if call.cu_seqlens_q is None or call.cu_seqlens_k is None:

@@ -124,7 +124,7 @@ def gathered_target(
     SIDE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The sum of the probabilities of a head group, ``[1, KEYS]``: `target` for one query, if it ``exists``.
+    """`target` for one query, if it ``exists``, ``[1, KEYS]``.
 
     ``q_ptr`` and ``stats`` are those of the group's first head, ``k`` of key head 0.
     """
