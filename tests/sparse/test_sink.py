@@ -14,7 +14,7 @@ from streamkl.sparse import sparse_attention
 HEADS, KV_HEADS, TOKENS, KEYS, BLOCK = 4, 2, 13, 5, 4
 
 
-def drawn(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+def drawn(dtype: torch.dtype = torch.float64) -> tuple[Any, Tensor]:
     """``q``, ``k``, ``v`` and sinks, and selected keys: none for the first query block, one for the second."""
     rng = torch.Generator().manual_seed(0)
     shapes = ((2, HEADS, TOKENS, 8), (2, KV_HEADS, TOKENS, 8), (2, KV_HEADS, TOKENS, 6), (HEADS,))
@@ -85,7 +85,7 @@ def test_head_groups_have_the_sinks_of_their_heads() -> None:
     per_group = torch.stack((indices, indices.flip(0)), 1)  # [B, G, query_blocks, K]
     out = sparse_attention(q, k, v, per_group, query_block=BLOCK, sink=sink)
     for g, heads in enumerate((slice(0, 2), slice(2, 4))):
-        part = (q[:, heads], k[:, g : g + 1], v[:, g : g + 1], per_group[:, g])
+        part: Any = (q[:, heads], k[:, g : g + 1], v[:, g : g + 1], per_group[:, g])
         alone = sparse_attention(*part, query_block=BLOCK, sink=sink[heads])
         torch.testing.assert_close(out[:, heads], alone, rtol=0, atol=1e-14)
 

@@ -118,7 +118,7 @@ def _dense_with_sinks(
         )
     layout, width = mask.layout(query.device), mask.sequences.window
     q, k = layout.queries(query), layout.all_keys(key)
-    starts = {"cu_seqlens_q": layout.cu_seqlens_q, "cu_seqlens_k": layout.cu_seqlens_k}
+    starts: dict[str, Any] = {"cu_seqlens_q": layout.cu_seqlens_q, "cu_seqlens_k": layout.cu_seqlens_k}
     if width is not None:
         _checked_dropout(dropout)
         window = (width - 1, 0)
