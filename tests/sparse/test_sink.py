@@ -40,7 +40,7 @@ def test_output_and_gradients_are_those_of_a_softmax_with_a_column_more(engine: 
     out, lse = sparse_attention(
         *leaves[:3], indices=indices, query_block=BLOCK, sink=leaves[3], return_lse=True, backend=engine
     )
-    wanted = written_out(*leaves, indices)
+    wanted = written_out(*leaves, indices=indices)
     torch.testing.assert_close(out, wanted, rtol=0, atol=1e-13)
     assert not out[:, :, :BLOCK].any(), "rows without keys"
     _, without = sparse_attention(*leaves[:3], indices=indices, query_block=BLOCK, return_lse=True)
