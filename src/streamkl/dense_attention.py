@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from streamkl.api import attention_lse
 
@@ -145,6 +144,9 @@ def _on_device(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Te
     if nq == nk:
         output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
+        # loads DTensor and the compiler, most of a second
+        from torch.nn.attention.bias import causal_lower_right
+
         mask = causal_lower_right(nq, nk)
         output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return output, attention_lse(q, k, scale=scale, causal=True)
