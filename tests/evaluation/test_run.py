@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from streamkl.cli import app
@@ -21,6 +22,7 @@ from streamkl.evaluation.subject import Answer, Subject
 from streamkl.evaluation.summary import figures, gaps
 from streamkl.integrations.transformers import new_indexers, save_indexers
 from streamkl.sparse import IndexerSelector
+from streamkl.testing.causal_models import tiny_causal_model
 
 
 def command(name: str, model: Path, book: Path, output: Path, *more: str) -> tuple[int, str]:
@@ -268,3 +270,19 @@ def test_runs_whose_folders_have_one_name_are_told_apart(indexers: Path, tmp_pat
         shutil.copytree(indexers, tmp_path / run / "indexers")
     paths = [tmp_path / run / "indexers" for run in ("one", "other")]
     assert [_name(path) for path in (*paths, indexers)] == ["one/indexers", "other/indexers", "trained"]
+
+
+def test_a_model_with_sinks_which_has_no_sdpa_is_evaluated_beside_its_own_attention(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    sinks = tiny_causal_model("gpt_oss", vocab_size=257, sliding_window=64)
+    sinks.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
+    subject, ids = Subject(tmp_path, dtype=torch.float32), list(range(60, 100))
+    dense = subject.losses(ids).rows
+    subject.use(Method("oracle", 40, 8))
+    torch.testing.assert_close(subject.losses(ids).rows, dense, rtol=0, atol=1e-5)
+    subject.use(Method("oracle", 8, 8))
+    assert (subject.losses(ids).rows - dense).abs().max() > 1e-5
+    subject.use(DENSE)
+    assert torch.equal(subject.losses(ids).rows, dense)

@@ -16,6 +16,7 @@ from streamkl.evaluation.methods import DENSE, SELECTORS, Method
 from streamkl.integrations.saved.folder import marker
 from streamkl.integrations.transformers import Indexers, load_indexers, sparsify
 from streamkl.integrations.transformers.checkpoint import check_checkpoint, check_length
+from streamkl.integrations.transformers.probe import dense_implementation
 
 LOGITS = 1 << 25
 """How many logits are held at a time: 128 MB in float32."""
@@ -62,8 +63,9 @@ class Subject:
     ) -> None:
         logging.disable_progress_bar()
         self.tokenizer: Any = load_tokenizer(model)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         self.model = self.model.to(device).eval()
+        self.use(DENSE)
         self.decode: Literal["dense", "sparse"] = decode
         self.fingerprint = _fingerprint(self.model)
         self.indexers: dict[str, Indexers] = {
@@ -81,7 +83,7 @@ class Subject:
             return
         if getattr(self.model, "streamkl", None) is not None:
             self.model.streamkl.remove()
-        self.model.set_attn_implementation("sdpa")
+        self.model.set_attn_implementation(dense_implementation(self.model))
 
     def selector(self, method: Method) -> Any:
         """The selector of a method."""

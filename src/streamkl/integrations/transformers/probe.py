@@ -67,6 +67,11 @@ def check(model: Any, family: Family, *, head: bool = True) -> None:
         _probe(model, [ProbedLayer(attention, family) for attention in attentions.values()], head)
 
 
+def dense_implementation(model: Any) -> str:
+    """PyTorch's attention where the model has it, else eager attention: models with sinks have no other on CPUs."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 def check_config(config: Any, family: Family) -> None:
     """Refuses what can be seen before weights are loaded: a model whose attention its family does not take.
 
@@ -104,7 +109,7 @@ def _probe(model: Any, layers: list[ProbedLayer], head: bool) -> None:
         try:
             ids = prompt(model)
             if before.startswith(PREFIX):  # it was loaded with the name of an implementation of StreamKL
-                model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+                model.set_attn_implementation(dense_implementation(model))
             dense = run()
             with rounded(model):
                 changed = run()
