@@ -178,3 +178,19 @@ def test_the_memory_of_a_maximum_over_blocks_does_not_grow_with_queries_times_ke
         call = partial(attention_kl, q[:1], k[:1], student_q[:1], student_k[:1], causal=True, key_span=4)
         peaks.append(counted_peak(lambda call=call: call(target="block_max").backward()))
     assert peaks[1] < 5 * peaks[0]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_minus_infinity_at_one_place_of_every_block_makes_nan_and_elsewhere_is_no_attention(backend, target) -> None:
+    q, k, student_q, student_k = drawn(2, 1, 1, 17, 5, 3)
+    q[..., 0] = q[..., 0].abs() + 0.1
+    k[:, :, 4, 0] = -torch.inf  # the second key of the second block
+    allowed = (torch.arange(5) + 1) * 3 <= torch.arange(17)[:, None] + 1
+    wanted = target_of(target, q, k, allowed, 1, 3, None)
+    scores = student_q.double() @ student_k.double().mT * 8**-0.5
+    options: dict[str, Any] = {"causal": True, "key_span": 3, "target": target, "reduction": "none"}
+    rows = attention_kl(q, k, student_q, student_k, **options, backend=backend)
+    torch.testing.assert_close(rows.double(), materialised(wanted, scores, allowed, "none"), rtol=0, atol=1e-5)
+    k[:, :, 1, 0] = -torch.inf
+    rows = attention_kl(q, k, student_q, student_k, **options, backend=backend)
+    assert torch.equal(rows.isnan(), ((torch.arange(17) >= 2) & (torch.arange(17) < 8)).expand_as(rows))
