@@ -28,6 +28,8 @@ def test_shapes_are_read_or_refused() -> None:
 def test_pairs_are_those_that_the_mask_allows() -> None:
     assert Cell.square(1, 5, 8, mask="full", batch=2).pairs == 50
     assert Cell.square(1, 5, 8).pairs == int(torch.ones(5, 5).tril().sum())
+    assert Cell.square(1, 9, 8, key_span=4).pairs == 4 * 1 + 2 * 2
+    assert Cell.square(1, 5, 8, topk=2).pairs == 1 + 4 * 2
 
 
 def test_inputs_have_the_cell_s_layout_and_want_its_gradients() -> None:

@@ -1,5 +1,7 @@
 """Which implementation can run what, and that the timed call computes what its name says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,12 +54,16 @@ def test_what_cannot_run_says_why() -> None:
     large = Cell.square(8, 65536, 128)
     assert "GB are available" in (refusal("eager", large, CPU, 16 << 30) or "")
     assert refusal("chunked", large, CPU, 16 << 30) is None
-    others = [name for name in SUMMARIES if name not in ("products", "student")]
+    others = [name for name in SUMMARIES if name not in ("plain", "products", "student")]
     assert [refusal(name, FORWARD, CPU, PLENTY) for name in others] == [None] * 6
     assert refusal("student", FORWARD, CPU, PLENTY) == "there is no indexer"
     indexer = Cell(128, Heads(4, 4, 2, 1), (32, 32), direction="training", indexer=True)
     assert [refusal(name, indexer, CPU, PLENTY) for name in ("streamkl", "eager", "sdpa", "student")] == [None] * 4
     assert refusal("chunked", indexer, CPU, PLENTY) == "not written for an indexer"
+    assert refusal("plain", indexer, CPU, PLENTY) == "it is the cell itself"
+    compressed = replace(indexer, key_span=4)
+    assert [refusal(name, compressed, CPU, PLENTY) for name in ("streamkl", "plain")] == [None] * 2
+    assert "several tokens" in (refusal("eager", compressed, CPU, PLENTY) or "")
 
 
 def test_an_indexer_and_the_loss_of_frameworks_give_one_loss() -> None:
@@ -69,6 +75,18 @@ def test_an_indexer_and_the_loss_of_frameworks_give_one_loss() -> None:
         gradients.append({key: inputs[key].grad for key in cell.wanted})
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("change", [{"key_span": 4}, {"rest": True}], ids=str)
+def test_beside_compressed_keys_or_a_rest_plain_is_the_cell_without(change) -> None:
+    plain = Cell(203, Heads(4, 2, 3, 1), (32, 24), dtype="float32", direction="training", indexer=True)
+    cell = replace(plain, **change)
+    inputs = draw_inputs(cell, "cpu")
+    theirs = prepare("plain", cell, inputs)()
+    torch.testing.assert_close(theirs, prepare("streamkl", plain, draw_inputs(plain, "cpu"))())
+    ours = prepare("streamkl", cell, inputs)()
+    assert abs(float(ours - theirs)) > 1e-4
+    assert all(inputs[name].grad is not None for name in cell.wanted)
 
 
 def test_the_engine_is_that_of_the_call() -> None:

@@ -32,6 +32,8 @@ class Cell:
         indexer: Whether the student is an indexer: head-summed, with weights unless it has one head. The teacher's LSE
             is given then.
         topk: How many keys are selected per query of an indexer, spread evenly over those that it may see; 0 is all.
+        key_span: How many tokens a key of an indexer stands for.
+        rest: Whether the teacher of an indexer attends to more than the keys: ``teacher_rest`` is given.
         label: A name for the cell, such as that of a model, if its shape is not enough.
     """
 
@@ -44,6 +46,8 @@ class Cell:
     batch: int = 1
     indexer: bool = False
     topk: int = 0
+    key_span: int = 1
+    rest: bool = False
     label: str = ""
 
     @classmethod
@@ -91,13 +95,20 @@ class Cell:
         return 1 if self.indexer else self.heads.student
 
     @property
+    def keys(self) -> int:
+        """The number of keys."""
+        return self.tokens // self.key_span
+
+    @property
+    def plain(self) -> Cell:
+        """The cell whose keys are tokens, and all that the teacher attends to."""
+        return replace(self, key_span=1, rest=False)
+
+    @property
     def pairs(self) -> int:
         """Pairs of a query and a key that the mask allows, per head."""
-        if self.topk:
-            return self.batch * sum(
-                min(row + 1 if self.causal else self.tokens, self.topk) for row in range(self.tokens)
-            )
-        return self.batch * (self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2)
+        seen = ((row + 1) // self.key_span if self.causal else self.keys for row in range(self.tokens))
+        return self.batch * sum(min(keys, self.topk) if self.topk else keys for keys in seen)
 
     @property
     def layout(self) -> str:
@@ -108,6 +119,8 @@ class Cell:
         ]
         both = " to indexer ".join(sides) if self.indexer else " to ".join(dict.fromkeys(sides))
         both += f" on {self.topk:,} keys" if self.topk else ""
+        both += f", a key for {self.key_span} tokens" if self.key_span > 1 else ""
+        both += ", with a rest" if self.rest else ""
         batch = f"{self.batch}x" if self.batch > 1 else ""
         return f"{self.label} {batch}{both}".strip()
 
@@ -121,7 +134,8 @@ class Cell:
 
 Inputs = dict[str, Tensor]
 """``teacher_q``, ``teacher_k``, ``student_q`` and ``student_k``, each ``[B, heads, N, D]``; for an indexer also its
-weights ``student_w [B, N, J]``, in float32, and the selected keys ``topk_indices [B, N, K]``."""
+weights ``student_w [B, N, J]``, in float32, selected keys ``topk_indices [B, N, K]`` and ``teacher_rest [B, H, N]``.
+Keys are fewer where each stands for several tokens."""
 
 
 def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:
@@ -131,14 +145,17 @@ def draw_inputs(cell: Cell, device: str | torch.device) -> Inputs:
     sizes = dict(zip(TEACHER + STUDENT, ((h, dt), (h_kv, dt), (r, ds), (r_kv, ds)), strict=True))
     inputs = {
         name: torch.randn(
-            cell.batch, heads, cell.tokens, dim, generator=rng, device=device, dtype=getattr(torch, cell.dtype)
+            cell.batch, heads, cell.keys if name.endswith("_k") else cell.tokens, dim, generator=rng, device=device,
+            dtype=getattr(torch, cell.dtype),
         )
         for name, (heads, dim) in sizes.items()
-    }
+    }  # fmt: skip
     if cell.weighted:
         inputs["student_w"] = torch.randn(cell.batch, cell.tokens, r, generator=rng, device=device) * r**-0.5
     if cell.topk:
         inputs["topk_indices"] = _spread_keys(cell, device)
+    if cell.rest:
+        inputs["teacher_rest"] = torch.randn(cell.batch, h, cell.tokens, generator=rng, device=device)
     return {name: x.requires_grad_(name in cell.wanted) for name, x in inputs.items()}
 
 

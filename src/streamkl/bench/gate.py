@@ -44,19 +44,20 @@ def _stand_in(cell: Cell, wanted: tuple[str, ...], device: torch.device) -> tupl
     """The small problem that stands for a cell, and the function that runs it."""
     dtype, h = getattr(torch, cell.dtype), cell.heads
     same: dict[str, Any] = {
-        "dims": cell.dims, "dtypes": (dtype, dtype), "batch": 1, "tokens": (TOKENS, TOKENS), "causal": cell.causal,
-        "guard": False, "device": device,
+        "dims": cell.dims, "dtypes": (dtype, dtype), "batch": 1, "tokens": (TOKENS, TOKENS // cell.key_span),
+        "causal": cell.causal, "guard": False, "device": device,
     }  # fmt: skip
     if not cell.indexer:
         return make_case(heads=h, wanted=wanted, **same), streamkl.attention_kl
     weight_dtype = torch.float32 if cell.weighted else None
     heads = IndexerHeads(h.teacher, h.teacher_kv, h.student)
-    return make_indexer_case(heads=heads, weight_dtype=weight_dtype, teacher_lse=True, **same), streamkl.indexer_kl
+    of_keys = {"teacher_lse": True, "teacher_rest": cell.rest, "key_span": cell.key_span}
+    return make_indexer_case(heads=heads, weight_dtype=weight_dtype, **of_keys, **same), streamkl.indexer_kl
 
 
 def key(cell: Cell) -> tuple[object, ...]:
     """Cells with the same key pass or fail together."""
-    return cell.heads, cell.dims, cell.mask, cell.dtype, cell.wanted or STUDENT, cell.indexer
+    return cell.heads, cell.dims, cell.mask, cell.dtype, cell.wanted or STUDENT, cell.indexer, cell.key_span, cell.rest
 
 
 def _what(wanted: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from torch.nn import functional
 import streamkl
 from streamkl import engines
 from streamkl.bench import baselines
-from streamkl.bench.cells import Cell, Inputs
+from streamkl.bench.cells import Cell, Inputs, draw_inputs
 from streamkl.bench.products import bare_products
 from streamkl.engines import cpu
 from streamkl.problem import Problem, Side, Support
@@ -36,6 +36,7 @@ SUMMARIES = {
     "composed": "from the outputs and LSEs of three stock attention calls",
     "sdpa": "scaled_dot_product_attention of the teacher",
     "products": "the forward's tile products alone, operands packed beforehand",
+    "plain": "streamkl on keys that are tokens, and all that the teacher attends to",
     "student": "an indexer's tile products alone, twice of the five times that a step needs them",
 }
 """Every implementation, and what it is."""
@@ -61,6 +62,10 @@ def refusal(name: str, cell: Cell, device: torch.device, available: int) -> str 
             return "stock attention needs keys and values of one width"
     if cell.indexer and name in ("compiled", "chunked", "composed", "products"):
         return "not written for an indexer"
+    if name == "plain":
+        return "it is the cell itself" if cell == cell.plain else None
+    if cell != cell.plain and name != "streamkl":
+        return "not written for keys of several tokens, nor for a softmax that covers more"
     if name == "student":
         return cpu.unsupported(device) if cell.indexer else "there is no indexer"
     if name == "products":
@@ -87,7 +92,7 @@ def engine_name(cell: Cell, device: torch.device, backend: str) -> str:
     )
     if cell.indexer:
         student = replace(student, relu=True, head_summed=True)
-    support = Support(cell.batch, cell.tokens, cell.tokens, None, 0 if cell.causal else None)
+    support = Support(cell.batch, cell.tokens, cell.keys, None, 0 if cell.causal else None, key_span=cell.key_span)
     if cell.topk:
         support = replace(support, topk=torch.empty(cell.batch, 1, cell.tokens, cell.topk, device="meta"))
     return engines.choose(backend, device, Problem(teacher, student, support)).engine.name
@@ -102,6 +107,8 @@ def prepare(name: str, cell: Cell, inputs: Inputs, backend: str = "auto") -> Cal
         return bare_products(*student, *student, causal=cell.causal)
     if name == "sdpa":
         return _attention(cell, inputs)
+    if name == "plain":
+        return prepare("streamkl", cell.plain, draw_inputs(cell.plain, inputs["teacher_q"].device), backend)
     if name == "streamkl":
         engine_name(cell, inputs["teacher_q"].device, backend)
 
@@ -124,10 +131,11 @@ def _divergence(cell: Cell, inputs: Inputs, backend: str) -> Call:
 def _indexer(cell: Cell, inputs: Inputs, backend: str) -> Call:
     t = inputs
     keys = t.get("topk_indices")
-    lse = streamkl.attention_lse(t["teacher_q"], t["teacher_k"], causal=cell.causal, topk_indices=keys)
+    mask: dict[str, Any] = {"causal": cell.causal, "topk_indices": keys, "key_span": cell.key_span}
+    lse = streamkl.attention_lse(t["teacher_q"], t["teacher_k"], **mask)
     return lambda: streamkl.indexer_kl(
         t["teacher_q"], t["teacher_k"], t["student_q"], t["student_k"].squeeze(1), t.get("student_w"),
-        causal=cell.causal, teacher_lse=lse, topk_indices=keys, backend=backend,  # type: ignore[arg-type]
+        teacher_lse=lse, teacher_rest=t.get("teacher_rest"), backend=backend, **mask,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from streamkl.bench.cells import Cell
 from streamkl.bench.records import Record
 
-COST_BASELINES = ("sdpa", "products", "student")
+COST_BASELINES = ("sdpa", "products", "plain", "student")
 """Baselines that compute something else: StreamKL is given as a fraction of their time. Others are given in multiples
 of StreamKL's time."""
 
@@ -124,6 +124,7 @@ def summary(records: list[Record]) -> list[str]:
         cells = by_cell(group)
         lines += _ratios(f"{kind}: streamkl / sdpa", cells, "streamkl", "sdpa")
         lines += _ratios(f"{kind}: streamkl / products", cells, "streamkl", "products")
+        lines += _ratios(f"{kind}: streamkl / plain", cells, "streamkl", "plain")
         for dim in sorted({cell.dims[0] for cell in cells}):
             at_dim = {cell: times for cell, times in cells.items() if cell.dims[0] == dim}
             if len(at_dim) < len(cells):

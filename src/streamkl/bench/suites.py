@@ -87,6 +87,12 @@ def _indexers() -> Iterator[Cell]:
         yield Cell(8192, Heads(32, 8, index_heads, 1), (128, width), direction="training", indexer=True)
 
 
+def _compressed() -> Iterator[Cell]:
+    for index_heads, width in ((1, 128), (8, 64)):
+        yield Cell(8192, Heads(32, 8, index_heads, 1), (128, width), direction="training", indexer=True, rest=True)
+    yield Cell(8192, Heads(32, 8, 64, 1), (128, 128), direction="training", indexer=True, key_span=4)
+
+
 def _indexers_against_eager() -> Iterator[Cell]:
     # Half of the heads at 8,192: eager's matrices of all of them would not fit into 24 GB.
     for tokens, heads, kv_heads in ((2048, 32, 8), (4096, 32, 8), (8192, 16, 4)):
@@ -141,6 +147,11 @@ SUITES = {
         "How much faster, and in how much less memory, than the indexer loss as frameworks write it?",
         tuple(_indexers_against_eager()),
         ("eager",),
+    ),
+    "compressed": Suite(
+        "What does a softmax that covers more cost, and what do keys save that stand for several tokens?",
+        tuple(_compressed()),
+        ("plain",),
     ),
     "topk": Suite(
         "With a per-query top-k, does time grow with the number of tokens only?",
