@@ -81,7 +81,8 @@ class Variant(NamedTuple):
 def launches(variant: Variant) -> list[Launch]:
     """The passes of a variant, on meta tensors; kernels that only prepare row vectors are left out.
 
-    Causal, or, as ``worst``, packed sequences with a window on both sides, a relu, and sizes that 16 does not divide.
+    Causal, or, as ``worst``, packed sequences with a window on both sides, a relu, and sizes that 16 does not divide;
+    the backward of sparse attention then has the gradient of its log-sum-exp, too.
     """
     if variant.kind in ATTENTION_KINDS:
         return _attention(variant)
@@ -154,7 +155,8 @@ def _attention(variant: Variant) -> list[Launch]:
     made, output = attention.sparse_attention(*given, backward, variant.arch, page_table)
     if backward:
         d_out = _tensor(variant, batch, heads, tokens, variant.dims[1])
-        made = attention.sparse_attention_backward(*given, output, d_out, variant.arch)[0]
+        d_lse = torch.empty(batch, heads, tokens, device="meta") if variant.worst else None
+        made = attention.sparse_attention_backward(*given, output, d_out, variant.arch, d_lse)[0]
     return made
 
 
