@@ -57,8 +57,8 @@ memory:  ## measures, and draws docs/images/memory.png
 
 recipes:  ## attention KL between models: TEXT=books/train HELD_OUT=books/test, and NEW=, NEW_HELD_OUT= for continual learning; hours, resumable
 	test -n "$(TEXT)" -a -n "$(HELD_OUT)" -a -n "$(NEW)" -a -n "$(NEW_HELD_OUT)"  # before hours of work
-	python benchmarks/attention_recipes.py rope --text $(TEXT) --held-out $(HELD_OUT)
-	python benchmarks/attention_recipes.py continual --text $(NEW) --held-out $(NEW_HELD_OUT) --old $(HELD_OUT)
+	OMP_WAIT_POLICY=passive python benchmarks/attention_recipes.py rope --text $(TEXT) --held-out $(HELD_OUT)
+	OMP_WAIT_POLICY=passive python benchmarks/attention_recipes.py continual --text $(NEW) --held-out $(NEW_HELD_OUT) --old $(HELD_OUT)
 
 long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
 	streamkl bench run --shape 1x1x131072x64 --dtype float32 --direction training --backend tiled \

@@ -14,8 +14,9 @@ logits to the model as it was (``logits``), with the KL of attention (``attentio
 
 Seed 0 chooses the learning rate of each loss, and then the weight and the layers of attention KL, in short trainings,
 by the held-out loss. Then each loss is trained with each seed until it has taken the time of the slowest one, and is
-evaluated after the same number of steps and after the same time. Every training that ends is a line of the output:
-the same command resumes a run that was stopped.
+evaluated after the same number of steps and after the same time. Time is that of the process on all its cores, so that
+other work on the machine does not decide how many steps a loss gets; ``OMP_WAIT_POLICY=passive`` keeps threads that
+wait out of it. Every training that ends is a line of the output: the same command resumes a run that was stopped.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ RECIPES: dict[str, Callable[[Any], Any]] = {
 
 
 class Evaluation(TrainerCallback):
-    """Takes the loss of each held-out sequence after some steps, and the seconds of training until there."""
+    """Takes the loss of each held-out sequence after some steps, and the processor seconds of training until there."""
 
     def __init__(self, steps: set[int], texts: dict[str, Tensor]) -> None:
         self.steps, self.texts = steps, texts
@@ -136,11 +137,11 @@ class Evaluation(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Looks at the clock."""
-        self._since = time.perf_counter()
+        self._since = time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Evaluates, if it is time."""
-        self.seconds.append(time.perf_counter() - self._since)
+        self.seconds.append(time.process_time() - self._since)
         if state.global_step in self.steps:
             losses = {name: held_out_losses(model, ids) for name, ids in self.texts.items()}
             self.found[state.global_step] = {"seconds": sum(self.seconds), "losses": losses}
@@ -299,7 +300,7 @@ def tables(records: list[dict[str, Any]]) -> str:
 def _table(records: list[dict[str, Any]], recipe: str, text: str, when: str) -> list[str]:
     lines = [
         f"\n{recipe}, {text} text, equal {when}:\n",
-        "| loss | steps | seconds | perplexity | change | seeds |",
+        "| loss | steps | processor seconds | perplexity | change | seeds |",
         "| --- | --: | --: | --: | --- | --- |",
     ]
     plain: dict[int, list[float]] = {}
