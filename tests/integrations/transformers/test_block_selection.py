@@ -99,3 +99,27 @@ def test_a_query_block_and_probabilities_are_refused(model: Any) -> None:
     for selector in (IndexerSelector(KEYS, 4, None), IndexerSelector(KEYS, 1, None, normalise=True)):
         with pytest.raises(ValueError, match=f"the indexers of {MiniMaxM3.name} select for each query, by scores"):
             skl.sparsify(model, selector)
+
+
+def test_gradients_of_all_weights_are_those_of_transformers(model: Any) -> None:
+    """But of the indexers, which select under ``no_grad``."""
+    found = []
+    for sparse in (False, True):
+        if sparse:
+            skl.sparsify(model)
+        model.train().zero_grad()
+        model(prompt(), labels=prompt(), use_cache=False).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    plain, ours = found
+    assert plain.keys() == ours.keys()
+    assert sum(".q_proj" in name for name in ours) >= 3
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad, plain[name], rtol=0, atol=1e-12 * max(1.0, float(plain[name].abs().max())))
+
+
+@torch.no_grad()
+def test_generation_with_a_static_cache_has_the_tokens_of_a_growing_one(model: Any) -> None:
+    skl.sparsify(model)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    growing = model.generate(prompt(1), **options)
+    assert torch.equal(model.generate(prompt(1), **options, cache_implementation="static"), growing)
