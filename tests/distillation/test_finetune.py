@@ -22,7 +22,7 @@ from streamkl.integrations.transformers.capture import capture_attention
 from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 from streamkl.integrations.transformers.families import Inputs
 from streamkl.sparse import IndexerSelector
-from streamkl.testing.tiny_models import tiny_model
+from streamkl.testing.tiny_models import OWN_INDEXERS, tiny_model
 
 TOKENS, TOPK, BLOCK = 48, 12, 8
 
@@ -205,6 +205,15 @@ def test_a_model_with_indexers_of_its_own_needs_no_folder(tiny: Any, prose: Path
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert any(".indexer." in name for name in changed)
     assert any(".indexer." not in name for name in changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in ("minimax_m3_vl", "hy_v4") if name in OWN_INDEXERS])
+def test_neither_do_those_that_select_blocks_or_have_sinks(family: str, tiny: Any, prose: Path, tmp_path: Path) -> None:
+    model = tiny.sharp(tmp_path / "model", family)
+    finetune(settings(model, prose, tmp_path / "run", "", topk=0, steps=12, query_block=1))
+    first, last = curves(tmp_path / "run")[0], curves(tmp_path / "run")[-1]
+    assert last["kl"] < first["kl"]
 
 
 def test_a_model_without_indexers_says_what_is_missing(llama: Path, prose: Path, tmp_path: Path) -> None:
