@@ -338,6 +338,7 @@ EVALUATION = {
         "integrations.transformers",
         "integrations.saved.folder",
         "integrations.transformers.checkpoint",
+        "integrations.transformers.probe",
     },
     "layers": {"evaluation.methods", "evaluation.subject", "integrations.transformers", "sparse"},
     "run": {f"evaluation.{name}" for name in ("haystack", "layers", "methods", "plan", "records", "subject", "tasks")},
