@@ -48,14 +48,17 @@ def test_it_prints_memory_traffic_and_times_that_are_called_assumed_and_the_comm
         "--length 1048576 --heads 4 --head-dim 64 --context-parallel 4 --shard-teacher",
     ):  # fmt: skip
         assert words in result.output, words
+    assert "The model was made for 40,960 tokens, and `streamkl distill` refuses longer sequences" in result.output
+    assert "-m streamkl distill --model MODEL" in result.output, "the config lies apart from the model"
 
 
 def test_where_one_device_is_enough_it_says_so_and_shards_nothing(small: str) -> None:
     result = call("--model", small, "--tokens", "128K")
     assert result.exit_code == 0, result.output
     assert "One device is enough: nothing is sharded." in result.output
-    command = "streamkl distill --model MODEL --text TEXT --output OUTPUT --length 131072 --heads 1 --head-dim 64\n"
+    command = f"streamkl distill --model {small} --text TEXT --output OUTPUT --length 131072 --heads 1 --head-dim 64\n"
     assert command in result.output
+    assert "made for" not in result.output, "its config does not say for how many tokens"
     assert "received by a rank" not in result.output
     assert "One device is enough; the others train" in call("--model", small, "--tokens", "4096", "--gpus", "4").output
 
@@ -79,7 +82,7 @@ def test_it_takes_the_fewest_ranks_per_sequence_that_fit_and_shards_the_teacher_
 def test_where_nothing_fits_it_says_by_how_much_and_exits_with_1(small: str) -> None:
     result = call("--model", small, "--tokens", "1M", "--memory", "1")
     assert result.exit_code == 1
-    assert re.search(r"It does not fit: the smallest peak is [\d.]+ GB over the 0.9 GB", result.output)
+    assert re.search(r"It does not fit: the smallest peak is [\d.]+ GB, and a GPU has 0.9 GB", result.output)
 
 
 def test_a_layout_that_is_given_is_kept(small: str) -> None:
@@ -105,6 +108,10 @@ def test_a_models_own_indexers_are_planned_and_the_file_has_what_is_printed(tmp_
         (("--tokens", "1K", "--loss", "0"), "loss must be a share, above 0 and up to 1: got 0.0"),
         (("--tokens", "1K", "--memory", "-1"), "memory must be above 0: got -1.0"),
         (("--tokens", "1K", "--headroom", "1"), "headroom must be a share, from 0 to below 1: got 1.0"),
+        (
+            ("--tokens", "1K", "--gpus", "6", "--tensor-parallel", "2"),
+            "tensor_parallel = 2 does not divide the 9 query",
+        ),
         (("--tokens", "1K", "--latent"), "a llama model has no latent attention"),
         (("--tokens", "_"), "tokens must be a whole number above 0, such as 4096, 128K or 1M: got '_'"),
         (("--tokens", "1K", "--output", "/nowhere/plan.json"), "the plan cannot be written"),

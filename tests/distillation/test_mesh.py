@@ -245,9 +245,9 @@ def test_a_window_that_ranks_cannot_share_is_refused() -> None:
 
 
 def test_a_number_of_processes_that_cannot_share_sequences_is_refused() -> None:
-    with pytest.raises(ValueError, match="context_parallel = 3 needs a number of processes that it divides: got 1;"):
+    with pytest.raises(ValueError, match="context_parallel = 3 needs 3 processes, or a multiple of them: got 1;"):
         Mesh(3)
-    with pytest.raises(ValueError, match="tensor_parallel = 2 needs a number of processes that it divides: got 1;"):
+    with pytest.raises(ValueError, match="tensor_parallel = 2 needs 2 processes, or a multiple of them: got 1;"):
         Mesh(tensor=2)
 
 

@@ -24,7 +24,7 @@ from streamkl.distillation.order import shuffled
 from streamkl.distillation.packing import packed
 from streamkl.distillation.run import distill
 from streamkl.distillation.shards import TokenSequences
-from streamkl.distillation.tokenizing import tokenize
+from streamkl.distillation.tokenizing import tokenize, whole_shards
 from streamkl.text import TextError
 
 OFFLINE = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -246,6 +246,21 @@ def test_shards_of_datatrove_are_read_and_no_sequence_crosses_two(tokenizer: Any
     assert alone.tolist() == found[2:].tolist()
 
 
+def test_paths_may_be_spelled_otherwise_when_a_packing_goes_on(
+    llama: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = tmp_path / "corpus"
+    first = tokenize(str(llama), [str(prose)], corpus)
+    before = content(corpus)
+    monkeypatch.chdir(prose.parent)
+    assert tokenize(os.path.relpath(llama), [prose.name], corpus) == first
+    assert content(corpus) == before
+    index = json.loads((corpus / "corpus.json").read_text())
+    assert whole_shards(corpus) == 0
+    (corpus / "corpus.json").write_text(json.dumps({**index, "complete": False}))
+    assert whole_shards(corpus) == 1
+
+
 def test_shards_that_do_not_fit_are_refused_with_the_reason(
     tiny: Any, llama: Path, prose: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -265,7 +280,7 @@ def test_shards_that_do_not_fit_are_refused_with_the_reason(
             call()
     corpus = tmp_path / "corpus"
     tokenize(str(llama), [str(prose)], corpus)
-    with pytest.raises(TextError, match="was begun with another sources, or the text has changed"):
+    with pytest.raises(TextError, match=r"was begun with other text: .* is another, or changed"):
         tokenize(str(llama), [str(foreign.with_suffix(".ds.metadata"))], corpus)
     changed = tmp_path / "changed.txt"
     changed.write_text("one two three")
@@ -274,8 +289,16 @@ def test_shards_that_do_not_fit_are_refused_with_the_reason(
     changed.write_text("one two seven")
     os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))  # coarse clocks may not have moved
     assert changed.stat().st_size == before.st_size
-    with pytest.raises(TextError, match="or the text has changed"):
+    with pytest.raises(TextError, match=r"was begun with other text: .*/changed.txt is another, or changed"):
         tokenize(str(llama), [str(changed)], tmp_path / "of-changed")
+    with pytest.raises(TextError, match=r"/prose.txt was not part of it"):
+        tokenize(str(llama), [str(prose), str(prose)], corpus)
+    with pytest.raises(TextError, match=f"was begun with shard_tokens = {1 << 27}: got 5"):
+        tokenize(str(llama), [str(prose)], corpus, shard_tokens=5)
+    (corpus / "00000.ds").rename(corpus / "away")
+    with pytest.raises(TextError, match=r"00000.ds is missing"):
+        shards.find(str(corpus), tokenizer)
+    (corpus / "away").rename(corpus / "00000.ds")
     with pytest.raises(TextError, match="is there already and holds no shards"):
         tokenize(str(llama), [str(prose)], prose.parent)
     with pytest.raises(ValueError, match="has token shards, and the rest of the text has not"):

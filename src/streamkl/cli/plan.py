@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,19 +84,19 @@ def plan(
     else:
         from rich.console import Console
 
-        show(found, Console())
+        show(found, Console(), model)
     sys.exit(0 if found.fits else 1)
 
 
-def show(found: Plan, console: Console) -> None:
-    """Prints a plan."""
+def show(found: Plan, console: Console, path: str) -> None:
+    """Prints a plan of the model at a path."""
     from rich.table import Table
 
     run, model, given = found.run, found.model, found.assumptions
     of = found.memory
     layout = f"{run.data} x {run.context}" + (f" x {run.tensor}" if run.tensor > 1 else "")
     console.print(
-        f"{model.name}, {model.weights / 1e9:.1f} billion frozen weights, {model.learning} indexers of "
+        f"{model.name}, {_weights(model.weights)} frozen weights, {model.learning} indexers of "
         f"{run.index_heads} x {run.index_dim}; {run.tokens:,} tokens on {run.ranks} GPUs: {layout} (data x context"
         f"{' x tensor' if run.tensor > 1 else ''} parallel){', teacher sharded' if run.sharded else ''}",
         highlight=False,
@@ -138,21 +139,30 @@ def show(found: Plan, console: Console) -> None:
         f"{given.node} and {given.node_bandwidth:g} GB/s between nodes; and nothing overlaps. Assumed, not measured.",
         highlight=False,
     )
-    for line in advice(found):
+    for line in advice(found, path):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def advice(found: Plan) -> list[str]:
-    """What to do: the command, or what would make it fit."""
+def advice(found: Plan, path: str) -> list[str]:
+    """What to do with the model at a path: the command, or what would make it fit."""
     run = found.run
     if not found.fits:
         usable = found.assumptions.usable
         return [
-            f"It does not fit: the smallest peak is {(found.memory.peak - usable) / 1e9:.1f} GB over the "
-            f"{usable / 1e9:.1f} GB that a GPU has without the headroom."
+            f"It does not fit: the smallest peak is {found.memory.peak / 1e9:.1f} GB, and a GPU has "
+            f"{usable / 1e9:.1f} GB without the headroom."
         ]
     launcher = "streamkl distill" if run.ranks == 1 else f"torchrun {_launch(found)} -m streamkl distill"
-    command = f"{launcher} --model MODEL --text TEXT --output OUTPUT {' '.join(found.flags)}"
+    file = Path(path)  # a config may lie apart from its model
+    folder = (
+        shlex.quote(path) if file.is_dir() else shlex.quote(str(file.parent)) if file.name == "config.json" else "MODEL"
+    )
+    command = f"{launcher} --model {folder} --text TEXT --output OUTPUT {' '.join(found.flags)}"
+    if found.model.positions and run.tokens > found.model.positions:
+        command = (
+            f"The model was made for {found.model.positions:,} tokens, and `streamkl distill` refuses longer "
+            f"sequences: change its RoPE and max_position_embeddings first. Then:\n{command}"
+        )
     if run.latent:
         return ["`streamkl distill` does not exchange latents: this is a plan for a loop of your own."]
     if run.context == 1 and run.tensor == 1 and not run.sharded:
@@ -168,6 +178,10 @@ def _launch(found: Plan) -> str:
     if nodes == 1:
         return f"--nproc-per-node {ranks}"
     return f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+
+
+def _weights(count: int) -> str:
+    return f"{count / 1e9:.1f} billion" if count >= 1e8 else f"{count:,}"
 
 
 def _giga(size: float) -> str:

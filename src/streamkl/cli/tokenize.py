@@ -21,7 +21,9 @@ def tokenize(
     field: str = typer.Option("text", help="The field of a JSONL line or of a dataset's row that has the text."),
     encoding: str = typer.Option("utf-8", help="The encoding of files of text."),
     workers: int = typer.Option(0, min=0, help="Processes that tokenize; one per core if 0."),
-    shard_tokens: int = typer.Option(1 << 27, min=1, help="A shard is complete when it has as many tokens."),
+    shard_tokens: int = typer.Option(
+        1 << 27, min=1, help="A shard ends with the piece of a million characters that makes it as long."
+    ),
 ) -> None:
     """Tokenizes text once, in parallel, into shards that training runs read piece by piece.
 
@@ -32,7 +34,7 @@ def tokenize(
     except ValueError as error:
         raise UserError(str(error)) from None
     try:
-        from streamkl.distillation.tokenizing import Progress, expand
+        from streamkl.distillation.tokenizing import Progress, expand, whole_shards
         from streamkl.distillation.tokenizing import tokenize as make
     except ImportError as error:
         raise UserError(f"tokenizing needs transformers: {how_to_install('hf')} ({error})") from None
@@ -47,6 +49,9 @@ def tokenize(
         total = sum(source.stat().st_size for source in sources) if known else None
         with Bar(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("reading", total=total)
+
+            if whole := whole_shards(output):
+                bar.console.print(f"{output} has {whole} whole shards: reading goes on after them.")
 
             def tell(done: Progress) -> None:
                 bar.update(task, completed=done.characters, description=f"{done.tokens:,} tokens, {done.shards} shards")

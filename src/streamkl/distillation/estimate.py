@@ -50,7 +50,7 @@ def estimate(settings: RunSettings, prepare: Callable[[], Prepared]) -> str:
         (
             f"trains    {weights:,} weights, {len(model.layers)} indexers, by {settings.steps:,} steps of "
             f"{settings.batch * settings.accumulation} x {settings.length:,} tokens",
-            f"text      {samples.sequences.size:,} tokens are read, {passes:.1f} times each",
+            f"text      {samples.sequences.size:,} tokens, of which the run reads {passes:.3g} times as many",
             f"memory    {_peak(device) / 1e9:.1f} GB at its peak, on {device}",
             f"time      {_duration(statistics.median(seconds[1:]) * batches)}, without recall and mass for the log "
             f"({statistics.median(seconds[1:]):.2f} s per batch, the median of {BATCHES - 1} after a first)",

@@ -39,7 +39,7 @@ class Mesh:
         name, context = ("tensor_parallel", tensor) if self.by_heads else ("context_parallel", context)
         if count % context:
             raise ValueError(
-                f"{name} = {context} needs a number of processes that it divides: got {count}; start them with "
+                f"{name} = {context} needs {context} processes, or a multiple of them: got {count}; start them with "
                 f"torchrun --nproc-per-node"
             )
         self.context, self.data = context, count // context

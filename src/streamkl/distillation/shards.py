@@ -164,6 +164,8 @@ def _plain(path: Path, tokenizer: Any) -> Shard:
 
 
 def _check_size(path: Path, wanted: int) -> None:
-    found = path.stat().st_size if path.is_file() else 0
+    if not path.is_file():
+        raise TextError(f"{path} is missing")
+    found = path.stat().st_size
     if found != wanted:
         raise TextError(f"{path} has {found:,} bytes, and should have {wanted:,}: it was cut off, or changed")

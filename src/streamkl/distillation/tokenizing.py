@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -83,7 +84,7 @@ def tokenize(
         field: The field of a JSONL line or a dataset's row that has the text.
         encoding: Of files.
         workers: Processes that tokenize.
-        shard_tokens: A shard is complete when it has as many tokens.
+        shard_tokens: A shard ends with the piece of text, of `CHUNK` characters, that makes it as long.
         tell: Called now and then.
 
     Raises:
@@ -119,7 +120,8 @@ def tokenize(
 def expand(text: list[str]) -> list[str]:
     """The files of a text one by one, then its datasets, each of which can be skipped."""
     named, datasets = split_sources(text)
-    return [str(file) for file in (files(named) if named else [])] + [f"dataset:{name}" for name in datasets]
+    found = [os.path.abspath(file) for file in (files(named) if named else [])]
+    return found + [f"dataset:{name}" for name in datasets]
 
 
 def chunks(sources: list[str], position: tuple[int, int], field: str, encoding: str) -> Iterator[Chunk]:
@@ -162,8 +164,8 @@ class Writer:
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self.folder = folder
-        self.name = str(about["tokenizer"]["name"])
         self.index = _resumed(folder, about)
+        self.name = str(self.index["tokenizer"]["name"])
         self._write_index()  # before any shard, so that a folder that was begun says so
         for left in folder.glob(f"*{PARTIAL}"):
             left.unlink()
@@ -246,10 +248,26 @@ def _resumed(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             raise TextError(f"{folder} is there already and holds no shards: name another output folder")
         return {**about, "shards": [], "complete": False}
     found = read_index(folder)
-    for name, value in about.items():
-        if found.get(name) != value:
-            raise TextError(f"{folder} was begun with another {name}, or the text has changed: name another output")
+    if found["tokenizer"]["digest"] != about["tokenizer"]["digest"]:
+        raise TextError(
+            f"{folder} was begun with the tokenizer of {found['tokenizer']['name']}, which is another one: name "
+            f"another output"
+        )
+    for name in ("dtype", "field", "encoding", "shard_tokens", "format"):
+        if found.get(name) != about[name]:
+            raise TextError(f"{folder} was begun with {name} = {found.get(name)}: got {about[name]}")
+    for before, now in itertools.zip_longest(found.get("sources", ()), about["sources"]):
+        if before != now:
+            source = (now or before)[0]
+            what = "was not part of it" if before is None else "is missing" if now is None else "is another, or changed"
+            raise TextError(f"{folder} was begun with other text: {source} {what}; name another output")
     return found
+
+
+def whole_shards(folder: Path) -> int:
+    """How many whole shards a folder has from a call that was interrupted; 0 if it is complete."""
+    index = read_index(folder) if (folder / INDEX).is_file() else {"shards": (), "complete": True}
+    return 0 if index["complete"] else len(index["shards"])
 
 
 def _tokenized(model: str, workers: int, pieces: Iterable[Chunk]) -> Iterator[tuple[np.ndarray, list[int], Chunk]]:

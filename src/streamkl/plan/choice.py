@@ -85,7 +85,16 @@ class Plan:
 
 
 def plan(model: Model, run: Run, assumptions: Assumptions | None = None) -> Plan:
-    """The costs of a run as it is laid out."""
+    """The costs of a run as it is laid out.
+
+    Raises:
+        ValueError: Tensor-parallel ranks would not have the same number of heads.
+    """
+    if any(heads % run.tensor for heads in (model.heads, model.kv_heads)):
+        raise ValueError(
+            f"tensor_parallel = {run.tensor} does not divide the {model.heads} query and {model.kv_heads} key heads of "
+            f"the model"
+        )
     given = Assumptions() if assumptions is None else assumptions
     work, exchanged = arithmetic(model, run), traffic(model, run)
     return Plan(model, run, given, memory(model, run), exchanged, work, seconds(work, exchanged, run, given))

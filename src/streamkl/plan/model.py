@@ -80,6 +80,7 @@ class Model:
         chosen: Experts of a token.
         expert_intermediate: Width of an expert.
         shared_intermediate: Width of the shared experts together.
+        positions: Tokens that it was made for; 0 if its config does not say.
         index_heads: Index heads of the model's own indexers; 0 if it has none.
         index_dim: Their width.
     """
@@ -107,6 +108,7 @@ class Model:
     chosen: int
     expert_intermediate: int
     shared_intermediate: int
+    positions: int
     index_heads: int
     index_dim: int
 
@@ -274,6 +276,7 @@ def of_config(config: dict[str, Any]) -> Model:
         chosen=_size(config, "num_experts_per_tok") if experts else 0,
         expert_intermediate=_size(config, "moe_intermediate_size") if experts else 0,
         shared_intermediate=shared if experts else 0,
+        positions=config.get("max_position_embeddings") or 0,
         index_heads=config["index_n_heads"] if own else 0,
         index_dim=config["index_head_dim"] if own else 0,
     )
