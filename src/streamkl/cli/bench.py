@@ -292,6 +292,7 @@ def layer(
     topk: int = typer.Option(2048, help="How many keys are selected per query block."),
     query_block: int = typer.Option(64, help="How many queries share their top-k."),
     index_dim: int = typer.Option(128, help="Width of the indexer's one head."),
+    training: bool = typer.Option(False, help="Forward and backward of attention, with gradients to q, k and v."),
     seconds: float = typer.Option(10.0, help="Seconds of repetitions of each."),
 ) -> None:
     """One layer's selection and sparse attention beside dense attention, bfloat16, causal."""
@@ -302,7 +303,7 @@ def layer(
 
     _check([model], MODELS, "a model")
     try:
-        found = measure(Layer(MODELS[model], tokens, topk, query_block, index_dim), seconds)
+        found = measure(Layer(MODELS[model], tokens, topk, query_block, index_dim, training=training), seconds)
     except RedGateError as error:
         _console().print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
         sys.exit(1)

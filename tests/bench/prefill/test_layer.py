@@ -11,8 +11,9 @@ from streamkl.cli import app
 SMALL = layer.Layer(Layout(4, 2, 32), tokens=256, topk=64, query_block=32, index_dim=32)
 
 
-def test_three_things_are_timed() -> None:
-    seconds = layer.run(SMALL, budget=0.01)
+@pytest.mark.parametrize("training", [False, True])
+def test_three_things_are_timed(training: bool) -> None:
+    seconds = layer.run(SMALL._replace(training=training), budget=0.01)
     assert min(seconds) > 0
     assert seconds.ratio == pytest.approx((seconds.selection + seconds.attention) / seconds.sdpa)
 
@@ -22,6 +23,18 @@ def test_a_wrong_attention_is_not_timed(monkeypatch) -> None:
     monkeypatch.setattr(layer, "sparse_attention", lambda *a, **k: 1.02 * right(*a, **k))
     with pytest.raises(RedGateError, match="attention errs by"):
         layer.run(SMALL, budget=0.01)
+
+
+def test_neither_is_one_with_wrong_gradients(monkeypatch) -> None:
+    right = layer.sparse_attention
+
+    def wrong(q, k, *rest, **options):
+        return right(q, k.detach() + 0.8 * (k - k.detach()), *rest, **options)
+
+    monkeypatch.setattr(layer, "sparse_attention", wrong)
+    layer.run(SMALL, budget=0.01)
+    with pytest.raises(RedGateError, match=r"attention errs by .* in its dk"):
+        layer.run(SMALL._replace(training=True), budget=0.01)
 
 
 def test_the_command_prints_the_ratio_and_refuses_an_unknown_model() -> None:
