@@ -77,6 +77,8 @@ class Tiling:
             kind = f"{kind}_float32"
         elif not all(is_aligned(x) for x in tensors):
             kind = f"{kind}_misaligned"
+        elif problem.runs > 1:
+            kind = f"{kind}_max"
         self.config: Config = architecture.config(arch, kind, width)
         self.processors = architecture.processors(arch)
         upcast = arch == architecture.INTERPRETER

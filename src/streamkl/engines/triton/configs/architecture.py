@@ -46,10 +46,11 @@ def processors(arch: str) -> int:
 
 
 def config(arch: str, kind: str, width: int) -> Config:
-    """The config of a kind of kernel for heads of a width."""
+    """The config of a kind of kernel for heads of a width; a ``_max`` without rows of its own has those of its kind."""
     if arch == INTERPRETER:
         return INTERPRETED
-    rows = _tables()[_known(arch)][kind]
+    table = _tables()[_known(arch)]
+    rows = table[kind if kind in table else kind.removesuffix("_max")]
     fitting = [at_most for at_most in rows if at_most >= padded(width)]
     return rows[min(fitting)] if fitting else rows[max(rows)]
 

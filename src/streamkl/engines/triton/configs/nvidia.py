@@ -199,6 +199,10 @@ SM_90 = {
         128: Config(128, 64, 8, 1),
         1024: Config(128, 32, 8, 1, hold=128),
     },
+    "gradient_gathered_max": {
+        128: Config(128, 32, 8, 1),
+        1024: Config(128, 32, 8, 1, hold=64),
+    },
     "attention": {
         128: Config(128, 64, 8, 1),
         1024: Config(64, 64, 8, 2, hold=128),
@@ -248,6 +252,9 @@ SM_100 = SM_90 | {
     },
     "keys_index": {
         1024: Config(128, 16, 8, 1, hold=128, hold_a=64),
+    },
+    "queries_index_max": {
+        1024: Config(128, 32, 8, 1, hold=128),
     },
     "gradient_gathered": {128: Config(128, 32, 8, 1), 1024: Config(128, 32, 8, 1, hold=64)},
     "attention": {**SM_90["attention"], 128: Config(128, 32, 8, 2)},
