@@ -121,6 +121,7 @@ SM_80 = {
 SM_86 = SM_80 | {
     "lse": SM_80["lse"] | {256: Config(128, 64, 8, 2)},
     "mixture": SM_80["mixture"] | {128: Config(128, 64, 8, 1, hold=64)},
+    "attention_queries": SM_80["attention_queries"] | {128: Config(64, 16, 8, 1)},
 }
 """As sm_80, with 99 KB of shared memory."""
 
@@ -279,6 +280,7 @@ SM_120 = SM_86 | {
         128: Config(64, 32, 8, 1, hold=64),
         256: Config(64, 32, 8, 1, hold=64, chunk=32),
     },
+    "attention_queries": SM_80["attention_queries"],
     "selection": {1024: Config(64, 64, 8, 1, hold=128)},
     "selection_misaligned": {1024: Config(64, 32, 8, 1, hold=16, chunk=16)},
     "lse_index_misaligned": {1024: Config(64, 32, 4, 1, hold=16, chunk=32)},
