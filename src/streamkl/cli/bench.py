@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from streamkl.bench.suites import Suite
 
 app = typer.Typer(help="Measures speed, memory and error against attention and other baselines.", no_args_is_help=True)
-SUITE_NAMES = "forward, training, eager, dtypes, threads, long, memory, indexer, indexer-eager, topk, models"
+SUITE_NAMES = (
+    "forward, training, eager, dtypes, threads, long, memory, indexer, indexer-eager, compressed, topk, models"
+)
 """Those of `streamkl.bench.suites`, which loads torch."""
 SUITES = typer.Argument(None, metavar="SUITE", help=f"{SUITE_NAMES}.")
 BASELINES = typer.Option([], help="One or several, all or none; those of the suite, or all, if not given.")
