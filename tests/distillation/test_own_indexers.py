@@ -20,7 +20,7 @@ from streamkl.distillation.indexers import make_indexers
 from streamkl.distillation.model import Distiller
 from streamkl.distillation.run import distill
 from streamkl.distillation.settings import Settings
-from streamkl.integrations.transformers import load_indexers
+from streamkl.integrations.transformers import load_indexers, sparsify
 from streamkl.integrations.transformers.families import Inputs, family_of
 from streamkl.sparse import IndexTensors
 from streamkl.testing.tiny_models import OWN_INDEXERS
@@ -101,6 +101,10 @@ def test_thirty_steps_take_thirty_percent_off_the_held_out_kl_and_plain_transfor
     before, after = held_out_kl(model, ids), held_out_kl(result.model, ids)
     print(f"{family}: held-out KL {before:.3f}, after 30 steps {after:.3f}")
     assert after <= 0.7 * before
+
+    if not family_of(load(model).config).not_sparse:
+        sparse = sparsify(load(model), indexers=result.indexers)
+        sparse.model(ids)
 
     weights = [load_file(folder / "model.safetensors") for folder in (model, result.model)]
     assert weights[0].keys() == weights[1].keys()

@@ -286,3 +286,18 @@ def test_a_model_with_sinks_which_has_no_sdpa_is_evaluated_beside_its_own_attent
     assert (subject.losses(ids).rows - dense).abs().max() > 1e-5
     subject.use(DENSE)
     assert torch.equal(subject.losses(ids).rows, dense)
+
+
+@pytest.mark.parametrize("model_type", ["granite", "cohere", "gemma2"])
+def test_losses_are_those_of_the_model_whatever_it_does_to_its_logits(
+    model_folder: Path, tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.25}}.get(model_type, {})
+    tiny_causal_model(model_type, vocab_size=257, **options).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
+    subject, ids = Subject(tmp_path, dtype=torch.float32), torch.arange(60, 101)
+    monkeypatch.setattr("streamkl.evaluation.subject.LOGITS", 9 * 257)  # several parts, the last of one token less
+    with torch.no_grad():
+        logits = subject.model(ids[None]).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+    torch.testing.assert_close(subject.losses(ids.tolist()).rows, expected, rtol=0, atol=1e-5)

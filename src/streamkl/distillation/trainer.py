@@ -226,10 +226,15 @@ class SharedSamples(Sampler[int]):
 
 
 def write_indexers(folder: Path, model: Distiller, topk: int, query_block: int) -> None:
-    """Writes the trained indexers as a folder that `streamkl.integrations.transformers.sparsify` takes."""
+    """Writes the trained indexers as a folder that `streamkl.integrations.transformers.sparsify` takes.
+
+    Indexers that select late, by a rule of their model, are saved with the model's own top-k.
+    """
     activation = next(iter(model.layers)).indexer.activation
     with _quiet_of_small_topk():
         selector = IndexerSelector(topk, query_block, activation=activation, normalise=True)
+    if model.family.selects_late:
+        selector = model.family.selector(model.backbone.config) or selector
     save_indexers(folder, model.backbone, model.indexers, selector)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -109,19 +110,16 @@ class Subject:
     def losses(self, ids: list[int]) -> Losses:
         """The loss of every token after the first, given those before it."""
         text = torch.tensor([ids], device=self.model.device)
-        out, seconds = self._timed(lambda: self.model.base_model(text, use_cache=False))
-        hidden, head = out.last_hidden_state[0, :-1], self.model.get_output_embeddings()
-        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        rows = []
-        for part, targets in zip(
-            hidden.split(max(1, LOGITS // head.weight.shape[0])),
-            text[0, 1:].split(max(1, LOGITS // head.weight.shape[0])),
-            strict=True,
-        ):
-            logits = head(part).float()
-            if cap is not None:
-                logits = cap * torch.tanh(logits / cap)
-            rows.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+        body = self.model.base_model
+        out, seconds = self._timed(lambda: body(text, use_cache=False))
+        hidden, rows = out.last_hidden_state, []
+        # The model's own forward makes logits of hidden states, with its scales, caps and dtypes, a part at a time.
+        for part in torch.arange(len(ids)).split(max(1, LOGITS // self.model.get_output_embeddings().weight.shape[0])):
+            out.last_hidden_state = hidden[:, part]
+            with mock.patch.object(body, "forward", return_value=out):
+                logits = self.model(text[:, part], use_cache=False).logits[0].float()
+            targets = text[0, part[0] + 1 : part[-1] + 2]
+            rows.append(torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none"))
         return Losses(torch.cat(rows).cpu(), seconds)
 
     def _timed(self, function: Callable[[], T]) -> tuple[T, float]:
