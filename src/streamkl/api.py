@@ -103,7 +103,8 @@ def attention_kl(
             student's, ``Nk * r`` in all. ``"block_sum"``: the target of a key is the sum of the mean attention to its
             ``r`` keys. ``"block_max"``: it is the largest of them, divided by the sum of all targets. Masks,
             ``cu_seqlens_k`` and ``topk_indices`` are those of the student's keys, and ``teacher_lse`` is over all keys
-            of those that they allow; ``"block_max"`` takes none.
+            of those that they allow; ``"block_max"`` takes none. Where blocks are runs of a causal sequence, give
+            ``key_span=r`` too: without it a key is masked as if it were one token.
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, R, Nq]``, packed ``[R, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.
@@ -256,7 +257,8 @@ def indexer_kl(
             indexer's, ``Nk * r`` in all. ``"block_sum"``: the target of a key is the sum of the mean attention to its
             ``r`` keys. ``"block_max"``: it is the largest of them, divided by the sum of all targets. Masks,
             ``cu_seqlens_k`` and ``topk_indices`` are those of the indexer's keys, and ``teacher_lse`` is over all keys
-            of those that they allow; ``"block_max"`` takes none.
+            of those that they allow; ``"block_max"`` takes none. Where blocks are runs of a causal sequence, give
+            ``key_span=r`` too: without it a key is masked as if it were one token.
         reduction: ``"mean"`` is ``sum(w * kl) / sum(w)`` over the rows that see a key and have a weight, 0 if there is
             none; ``"sum"`` is ``sum(w * kl)``; ``"none"`` is ``w * kl``, ``[B, 1, Nq]``, packed ``[1, Tq]``.
         deterministic: Bit-equal results on repeated calls; by default what ``torch.use_deterministic_algorithms`` says.

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -292,7 +293,7 @@ def test_a_model_with_sinks_which_has_no_sdpa_is_evaluated_beside_its_own_attent
 def test_losses_are_those_of_the_model_whatever_it_does_to_its_logits(
     model_folder: Path, tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.25}}.get(model_type, {})
+    options: dict[str, Any] = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.25}}.get(model_type, {})
     tiny_causal_model(model_type, vocab_size=257, **options).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
     subject, ids = Subject(tmp_path, dtype=torch.float32), torch.arange(60, 101)
