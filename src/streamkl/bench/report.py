@@ -124,7 +124,6 @@ def summary(records: list[Record]) -> list[str]:
         cells = by_cell(group)
         lines += _ratios(f"{kind}: streamkl / sdpa", cells, "streamkl", "sdpa")
         lines += _ratios(f"{kind}: streamkl / products", cells, "streamkl", "products")
-        lines += _ratios(f"{kind}: streamkl / plain", cells, "streamkl", "plain")
         for dim in sorted({cell.dims[0] for cell in cells}):
             at_dim = {cell: times for cell, times in cells.items() if cell.dims[0] == dim}
             if len(at_dim) < len(cells):
