@@ -1,4 +1,4 @@
-.PHONY: install format lint types docs test test-fast test-nightly test-oldest test-vllm faults fuzz fuzz-triton mutants kernels bench memory recipes long-context wheel quickstart ci
+.PHONY: install format lint types docs test test-fast test-nightly test-oldest test-vllm faults fuzz fuzz-triton mutants kernels bench memory recipes recipe-rope recipe-continual long-context wheel quickstart ci
 
 install:  ## torch first, so that its own index decides which build; then the project, editable, with what developers need
 	pip install torch
@@ -55,10 +55,16 @@ memory:  ## measures, and draws docs/images/memory.png
 	streamkl bench run memory --output benchmarks/results/memory.jsonl
 	streamkl bench plot benchmarks/results/memory.jsonl --output docs/images
 
-recipes:  ## attention KL between models: TEXT=books/train HELD_OUT=books/test, and NEW=, NEW_HELD_OUT= for continual learning; hours, resumable
-	test -n "$(TEXT)" -a -n "$(HELD_OUT)" -a -n "$(NEW)" -a -n "$(NEW_HELD_OUT)"  # before hours of work
-	OMP_WAIT_POLICY=passive python benchmarks/attention_recipes.py rope --text $(TEXT) --held-out $(HELD_OUT)
-	OMP_WAIT_POLICY=passive python benchmarks/attention_recipes.py continual --text $(NEW) --held-out $(NEW_HELD_OUT) --old $(HELD_OUT)
+recipes: recipe-rope recipe-continual  ## attention KL between models: TEXT=books/train HELD_OUT=books/test, and NEW=, NEW_HELD_OUT= for continual learning; hours, resumable, both at once by -j2
+
+recipe-rope recipe-continual: export OMP_NUM_THREADS = 1
+recipe-rope:
+	test -n "$(TEXT)" -a -n "$(HELD_OUT)"
+	python benchmarks/attention_recipes.py rope --text $(TEXT) --held-out $(HELD_OUT) --output benchmarks/results/rope.jsonl
+
+recipe-continual:
+	test -n "$(NEW)" -a -n "$(NEW_HELD_OUT)" -a -n "$(HELD_OUT)"
+	python benchmarks/attention_recipes.py continual --text $(NEW) --held-out $(NEW_HELD_OUT) --old $(HELD_OUT) --output benchmarks/results/continual.jsonl
 
 long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
 	streamkl bench run --shape 1x1x131072x64 --dtype float32 --direction training --backend tiled \

@@ -16,7 +16,9 @@ Seed 0 chooses the learning rate of each loss, and then the weight and the layer
 by the held-out loss. Then each loss is trained with each seed until it has taken the time of the slowest one, and is
 evaluated after the same number of steps and after the same time. Time is that of the process on all its cores, so that
 other work on the machine does not decide how many steps a loss gets; ``OMP_WAIT_POLICY=passive`` keeps threads that
-wait out of it. Every training that ends is a line of the output: the same command resumes a run that was stopped.
+wait out of it. On two cores two recipes beside each other, each with ``OMP_NUM_THREADS=1`` and an output of its own,
+take less time than one after the other. Every training that ends is a line of the output: the same command resumes a
+run that was stopped.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Trial:
         weight: Of attention KL; 0 where it is not used.
         layers: ``"all"`` or ``"upper"``: those that learn from the teacher's attention.
         steps: How many; the last one is evaluated.
-        also: A step before it that is evaluated, too; 0 for none.
+        also: A step that is evaluated, too, if it is not the last one; 0 for none.
     """
 
     recipe: str
@@ -265,8 +267,8 @@ def compare(bench: Bench, recipe: str, steps: int, tuning_steps: int, seeds: int
     costs = {loss: bench.run(trial)["seconds_per_step"] for loss, trial in tuned.items()}
     for seed in range(seeds):
         for loss, trial in tuned.items():
-            longest = round(steps * max(costs.values()) / costs[loss])
-            bench.run(dataclasses.replace(trial, seed=seed, steps=max(longest, steps + 1), also=steps))
+            as_long = round(steps * max(costs.values()) / costs[loss])
+            bench.run(dataclasses.replace(trial, seed=seed, steps=as_long, also=steps))
 
 
 def describe(trial: Trial) -> str:

@@ -124,10 +124,10 @@ def attention(
     model: str = typer.Option(..., help="The folder of a model."),
     timed: list[int] = typer.Option([2048], help="Tokens of a sequence where time is measured, too."),  # noqa: B008
     length: list[int] = typer.Option([2048, 8192], help="Tokens of a sequence where memory is measured."),  # noqa: B008
-    materialised_up_to: int = typer.Option(2048, help="The longest sequence for attention by its matrices."),
+    materialised_up_to: int = typer.Option(1024, help="The longest sequence for attention by its matrices."),
     seconds: float = typer.Option(10.0, help="Seconds of repetitions per call, at least five repetitions."),
     dtype: str = typer.Option("float32", help="Of both models: float32 or bfloat16."),
-    checkpointing: bool = typer.Option(False, help="Whether the student checkpoints its layers."),
+    checkpointing: bool = typer.Option(True, help="Whether the student checkpoints its layers."),
     threads: int = typer.Option(0, help="CPU threads; torch's default if not given."),
     output: Path | None = typer.Option(None, help="Write the figures to this JSON file too."),  # noqa: B008
 ) -> None:

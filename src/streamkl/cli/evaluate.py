@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from streamkl.cli.errors import UserError
+from streamkl.cli.hints import say_slow_dtype
 from streamkl.cli.hub import check_model
 from streamkl.extras import how_to_install
 from streamkl.text import files
@@ -126,6 +127,7 @@ def _run(**given: Any) -> int:
         raise UserError(f"this command needs transformers: {how_to_install('hf', 'bench')} ({error})") from None
     try:
         device = _device(given["device"])
+        say_slow_dtype(given["dtype"], device.type)
         haystack = Haystack.read(
             given["text"], load_tokenizer(given["model"]), field=given["field"], encoding=given["encoding"]
         )

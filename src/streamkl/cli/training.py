@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from streamkl.cli.errors import UserError
+from streamkl.cli.hints import say_slow_dtype
 from streamkl.cli.hub import check_model
 from streamkl.distillation.settings import RunSettings, helps, split_sources
 from streamkl.distillation.shards import is_tokenized
@@ -95,6 +96,8 @@ def told(settings: RunSettings) -> Iterator[None]:
     """Ends what a user can mend in a message, not in a traceback; an interrupted run says how to resume it."""
     output = Path(settings.output)
     try:
+        import torch
+
         from streamkl.distillation import checkpoints, curves, ranks, run  # noqa: F401
         from streamkl.distillation.checkpoints import CheckpointError
         from streamkl.distillation.trainer import NotFiniteError
@@ -111,6 +114,8 @@ def told(settings: RunSettings) -> Iterator[None]:
                 else f"The last complete checkpoint is {last}"
             )
             typer.echo(f"{message}.", err=True)
+        if is_first():
+            say_slow_dtype(settings.dtype, "cuda" if torch.cuda.is_available() else "cpu")
         yield
     except (CheckpointError, NotFiniteError, ranks.RankError) as error:
         if not ranks.prefix():

@@ -35,11 +35,16 @@ def broken(device: torch.device, problem: Problem | None = None) -> str | None:
     return None if _unsuited(device, problem) or _lacking() else _failure()
 
 
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products of a dtype."""
+    build.load()
+    return torch.ops.streamkl_cpu.native(dtype)
+
+
 def products() -> str:
     """How this CPU multiplies each dtype, for people to read."""
-    build.load()
     dtypes = (
-        f"{str(dtype)[6:]} {'as it is' if torch.ops.streamkl_cpu.native(dtype) else 'in float32'}"
+        f"{str(dtype)[6:]} {'as it is' if multiplies(dtype) else 'in float32'}"
         for dtype in (torch.bfloat16, torch.float16)
     )
     return f"{build.capability()}, products of {', of '.join(dtypes)}"
