@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -312,6 +313,42 @@ def layer(
     for name, value in found._asdict().items():
         typer.echo(f"{name:10} {1000 * value:10,.1f} ms {value / found.sdpa:8.3f}")
     typer.echo(f"selection and attention: {found.ratio:.3f} of dense attention")
+
+
+@app.command(cls=ManyValues)
+def serve(
+    model: str = typer.Argument(help="The folder of a model, as `vllm serve` takes it."),
+    indexers: Path | None = typer.Option(None, help="A folder of indexers; none if the model has them."),  # noqa: B008
+    topk: int = typer.Option(0, help="How many keys are selected per query block; as saved if not given."),
+    query_block: int = typer.Option(64, help="How many queries share their top-k, with --topk."),
+    decode: str = typer.Option("dense", help="How decoded tokens attend: dense or sparse."),
+    prompt_tokens: list[int] = typer.Option([1024, 4096], help="Length of the prompts; several."),  # noqa: B008
+    output_tokens: int = typer.Option(16, help="Length of the answers."),
+    requests: int = typer.Option(8, help="How many requests of each length."),
+    at_once: int = typer.Option(1, help="How many requests are under way."),
+    rounds: int = typer.Option(2, help="How often a dense and a sparse server are started."),
+    server: str = typer.Option("", help="Arguments of `vllm serve` for both, e.g. '--dtype float32'."),
+    output: Path = typer.Option(Path("serve.jsonl"), help="The file of results; the plot is beside it."),  # noqa: B008
+) -> None:
+    """Dense and sparse servers of vLLM on 127.0.0.1 under the same load, one after the other.
+
+    `vllm bench serve` sends the requests. The same command goes on where it was stopped.
+    """
+    from streamkl.bench.serve.records import Load
+    from streamkl.bench.serve.run import Job
+    from streamkl.cli.serve import run
+
+    _check([decode], ("dense", "sparse"), "--decode")
+    if indexers is None and (topk or decode != "dense"):
+        raise UserError(
+            "--topk and --decode are for --indexers: a model that was saved sparse is served as it was saved"
+        )
+    sparse: dict[str, Any] = {} if indexers is None else {"indexers": str(indexers.resolve()), "decode": decode}
+    if topk:
+        sparse["selector"] = {"kind": "indexer", "topk": topk, "query_block": query_block}
+    loads = tuple(Load(length, output_tokens, requests, at_once) for length in sorted(prompt_tokens))
+    job = Job(model, sparse, tuple(shlex.split(server)), loads, rounds, output.with_suffix(".logs"))
+    sys.exit(run(_console(), job, output))
 
 
 def _records(file: Path) -> list[Record]:
