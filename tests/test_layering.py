@@ -374,9 +374,14 @@ VLLM = {
     "config": {"families", "settings"},
     "scheduler": {"settings"},
     "index_cache": set(),
-    "backend": {"", "metadata", "settings"},
-    "ops": {"pages"},
-    "attention": {"", "index_cache"},
+    "backends/__init__": set(),
+    "backends/sparse": {"", "metadata", "settings"},
+    "backends/gpu": {"backends.sparse"},
+    "backends/cpu": {"", "backends"},
+    "backends/flash": {"", "backends"},
+    "backends/triton": {"", "backends"},
+    "ops": {"config", "pages"},
+    "attention": {"", "backends", "index_cache"},
     "models": {"attention", "settings"},
 }
 """The modules of the plugin for vLLM, what of it each may import; all may import `SAVED` and what is `BELOW`."""
@@ -483,7 +488,7 @@ CPP = {
 }
 """The folders of the CPU engine's C++, and those whose headers each may include; ``kernels.h`` is in none."""
 
-ABOVE = ("bench", "cli", "distillation", "evaluation", "integrations")
+ABOVE = ("bench", "cli", "distillation", "evaluation", "integrations", "selfcheck")
 """Where models of transformers are used."""
 
 

@@ -93,6 +93,8 @@ def selfcheck(
     backend: str = typer.Option("auto", help="The engine."),
     seeds: int = typer.Option(300, help="How many seeded problems the accuracy check runs."),
     quick: bool = typer.Option(False, help="Small problems and few repetitions: shows that everything works."),
+    vllm: bool = typer.Option(False, help="Check the plugin for vLLM instead, in vLLM's environment."),
+    vllm_backend: str = typer.Option("", help="The attention backend of vLLM, with --vllm."),
     output: Path = typer.Option(Path("selfcheck"), help="Where the .json and .md files go."),  # noqa: B008
 ) -> None:
     """Checks correctness, determinism and memory on a device, then measures; writes a report that can be posted.
@@ -102,7 +104,7 @@ def selfcheck(
     import torch
 
     from streamkl import engines
-    from streamkl.cli.selfcheck import run
+    from streamkl.cli.selfcheck import run, run_vllm
 
     try:
         chosen = torch.device(device)
@@ -111,4 +113,6 @@ def selfcheck(
         engines.choose(backend, chosen)
     except (RuntimeError, ModuleNotFoundError) as error:
         raise UserError(str(error)) from None
+    if vllm:
+        sys.exit(run_vllm(vllm_backend, output))
     sys.exit(run(chosen, backend, seeds, quick, output))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from streamkl.bench import run as bench
 from streamkl.bench.gate import RedGateError
 from streamkl.bench.records import Record
 from streamkl.bench.suites import SUITES
+from streamkl.cli.errors import UserError
 from streamkl.selfcheck import checks, report
 from streamkl.selfcheck.checks import Outcome
 
@@ -30,10 +32,41 @@ def run(device: torch.device, backend: str, seeds: int, quick: bool, output: Pat
         records, red = _timings(device, backend, quick, output.with_suffix(".jsonl"), console)
         outcomes += [Outcome("timings", False, red)] if red else []
     for outcome in outcomes:
-        verdict = "[green]passed[/]" if outcome.passed else "[bold red]failed[/]"
-        console.print(f"{verdict} {outcome.name}: {outcome.figure}", highlight=False)
-        for failure in outcome.failures[:5]:
-            console.print(f"  {failure}", highlight=False, markup=False)
+        _say(outcome, console)
+    return _report(output, device, outcomes, records, console)
+
+
+def run_vllm(backend: str, output: Path) -> int:
+    """Checks the plugin for vLLM on the device and with the dtypes that vLLM has there; returns the exit code."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("there is no vLLM in this environment: install it as docs/serving.md says")
+    from streamkl.selfcheck import serving
+
+    console, outcomes = Console(), []
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = ("float16", "bfloat16") if device.type == "cuda" else ("float32",)
+    for dtype in dtypes:
+        with console.status(f"vLLM: a tiny model in {dtype}, dense and sparse, six engines ..."):
+            try:
+                for outcome in serving.checks(dtype, backend):
+                    outcomes.append(outcome)
+                    _say(outcome, console)
+            except RuntimeError as error:
+                raise UserError(str(error)) from None
+    return _report(output, device, outcomes, [], console)
+
+
+def _say(outcome: Outcome, console: Console) -> None:
+    verdict = "[green]passed[/]" if outcome.passed else "[bold red]failed[/]"
+    console.print(f"{verdict} {outcome.name}: {outcome.figure}", highlight=False)
+    for failure in outcome.failures[:5]:
+        console.print(f"  {failure}", highlight=False, markup=False)
+
+
+def _report(
+    output: Path, device: torch.device, outcomes: list[Outcome], records: list[Record], console: Console
+) -> int:
+    """Writes the two files; returns the exit code."""
     data, page = report.write(output, machine.facts(device), outcomes, records)
     console.print(f"The report is in {page} and {data}.", highlight=False)
     return 0 if all(outcome.passed for outcome in outcomes) else 1

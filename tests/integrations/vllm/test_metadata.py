@@ -49,7 +49,7 @@ def test_query_blocks_are_counted_from_the_first_token_of_a_sequence() -> None:
 
 def test_sequences_are_packed_with_their_rows_keys_and_pages() -> None:
     parts = [Sequence(3, 64, 96, torch.tensor([4, 1, 2])), Sequence(50, 40, 41, torch.tensor([6, 5]))]
-    packed = Packed.of(parts)
+    packed = Packed.of(parts, torch.device("cpu"))
     assert packed.rows.tolist() == [*range(3, 35), 50]
     assert packed.cu_seqlens_q.tolist() == [0, 32, 33]
     assert packed.cu_seqlens_k.tolist() == [0, 96, 137]

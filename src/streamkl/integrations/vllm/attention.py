@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config  # pyright: ignore[reportMissingImports]  # an extra
 from vllm.model_executor.layers.attention import Attention  # pyright: ignore[reportMissingImports]
-from vllm.v1.attention.backends.registry import register_backend  # pyright: ignore[reportMissingImports]
 
 from streamkl.indexer import Indexer
 from streamkl.indexer.rope import fewer_frequencies
-from streamkl.integrations.vllm import backend
 from streamkl.integrations.vllm import ops as _ops  # noqa: F401  # registers the operator
+from streamkl.integrations.vllm.backends import backend_for
 from streamkl.integrations.vllm.index_cache import IndexCache
 from streamkl.sparse import IndexTensors, Selector
-
-register_backend(backend.NAME, backend.PATH)
 
 
 class SparseAttention(Attention):
@@ -36,7 +33,7 @@ class SparseAttention(Attention):
         super().__init__(
             dense.num_heads, dense.head_size, dense.impl.scale, num_kv_heads=dense.num_kv_heads,
             cache_config=config.cache_config, quant_config=dense.quant_config, prefix=dense.layer_name,
-            attn_backend=backend.SparseBackend,
+            attn_backend=backend_for(dense.attn_backend.get_name()),
         )  # fmt: skip
         self.selector = selector
         self.index: IndexTensors | None = None
@@ -45,13 +42,22 @@ class SparseAttention(Attention):
             dtype = next(indexer.parameters()).dtype
             self.index_cache = IndexCache(indexer.head_dim, dtype, f"{dense.layer_name}.index_cache")
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Attends with the index tensors that the module left in ``index``.
 
         Args:
             query: ``[T, H * D]``, after RoPE.
             key: ``[T, Hkv * D]``.
             value: ``[T, Hkv * D]``.
+            output_shape: Of backends whose output is not shaped like the queries: not of these.
+            output_dtype: Of backends that quantise their output: not of these.
 
         Returns:
             ``[T, H * D]``.

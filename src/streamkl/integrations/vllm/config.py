@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -10,8 +11,11 @@ from streamkl.integrations.vllm.families import SPARSE
 from streamkl.integrations.vllm.settings import Settings, settings_of
 from streamkl.sparse import OracleSelector
 
+logger = logging.getLogger(__name__)
+
 VERSION = (0, 32)
 """The minor version of vLLM whose interfaces are used: they change with every one."""
+OPERATOR = "streamkl::vllm_attention"
 SCHEDULER = "streamkl.integrations.vllm.scheduler.AlignedScheduler"
 
 
@@ -59,6 +63,13 @@ def make_sparse(vllm_config: Any, settings: Settings) -> None:
         name if name.startswith(SPARSE) else f"{SPARSE}{name}" for name in vllm_config.model_config.architectures
     ]
     vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]  # an extra
+
+    compilation = vllm_config.compilation_config
+    if current_platform.is_cuda_alike():
+        logger.warning("Sparse prefill has not been run on a GPU yet: check it by `streamkl selfcheck --vllm`")
+        if compilation.splitting_ops is None:  # the graph is cut where vLLM would cut it, and at our operator
+            compilation.splitting_ops = [*compilation._attention_ops, OPERATOR]
 
 
 def check(vllm_config: Any, settings: Settings) -> None:
@@ -83,7 +94,10 @@ def check(vllm_config: Any, settings: Settings) -> None:
             f"StreamKL's plugin is for vLLM {'.'.join(map(str, VERSION))}, and {vllm.__version__} is installed: "
             f"install that version, or take 'streamkl' out of the config to serve the dense model",
         ),
-        (not current_platform.is_cpu(), "sparse prefill in vLLM runs on CPUs only: take 'streamkl' out of the config"),
+        (
+            not (current_platform.is_cpu() or current_platform.is_cuda_alike()),
+            "sparse prefill in vLLM runs on CPUs and GPUs: take 'streamkl' out of the config",
+        ),
         (
             parallel.tensor_parallel_size > 1 and isinstance(settings.selector, OracleSelector),
             "the oracle selects by the mean of all heads, which no rank of tensor parallelism has: use indexers, or "

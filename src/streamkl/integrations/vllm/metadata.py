@@ -57,15 +57,15 @@ class Packed(NamedTuple):
     page_table: Tensor
 
     @classmethod
-    def of(cls, sequences: list[Sequence]) -> Packed:
-        """Packs sequences."""
+    def of(cls, sequences: list[Sequence], device: torch.device) -> Packed:
+        """Packs sequences, on a device."""
         rows = torch.cat([torch.arange(each.rows.start, each.rows.stop) for each in sequences])
         starts_q, starts_k = (
             torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
             for lengths in ([each.end - each.start for each in sequences], [each.end for each in sequences])
         )
         table = torch.nn.utils.rnn.pad_sequence([each.pages for each in sequences], batch_first=True)
-        return cls(rows, starts_q, starts_k, table)
+        return cls(*(x.to(device) for x in (rows, starts_q, starts_k, table)))
 
 
 class Split(NamedTuple):

@@ -5,26 +5,27 @@ It is opaque to ``torch.compile``, as vLLM's own attention is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.attention import (  # pyright: ignore[reportMissingImports]  # an extra
     get_attention_context,
 )
 
+from streamkl.integrations.vllm.config import OPERATOR
 from streamkl.integrations.vllm.pages import write_index_keys
 from streamkl.sparse import IndexTensors
 
-NAME = "streamkl::vllm_attention"
-
 torch.library.define(
-    NAME,
+    OPERATOR,
     "(Tensor query, Tensor key, Tensor value, Tensor(a!) output, Tensor? index_q, Tensor? index_k, Tensor? index_w, "
     "str layer) -> ()",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-@torch.library.impl(NAME, "CPU")
+@torch.library.impl(OPERATOR, ("CPU", "CUDA"))
 def _(
     query: Tensor,
     key: Tensor,
@@ -35,7 +36,8 @@ def _(
     index_w: Tensor | None,
     layer: str,
 ) -> None:
-    metadata, attention, kv_cache, slots = get_attention_context(layer)
+    context: Any = get_attention_context(layer)
+    metadata, attention, kv_cache, slots = context
     if metadata is None or slots is None:  # vLLM warms up, without pages
         output.zero_()
         return
@@ -51,6 +53,6 @@ def _(
     )
 
 
-@torch.library.register_fake(NAME)
+@torch.library.register_fake(OPERATOR)
 def _(*args: object) -> None:
     pass

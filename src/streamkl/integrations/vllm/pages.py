@@ -1,8 +1,8 @@
-"""Keys and values in the pages of vLLM's CPU caches."""
+"""Keys and values in the pages of vLLM's caches."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -25,33 +25,25 @@ def check_layout(name: str) -> None:
         )
 
 
-class KeyValuePages(NamedTuple):
+class Pages(ABC):
     """A layer's KV cache.
 
     Attributes:
         cache: ``[pages, heads, tokens, 2 * dim]``, as vLLM shapes it.
     """
 
-    cache: Tensor
+    def __init__(self, cache: Tensor) -> None:
+        self.cache = cache
 
     @property
-    def size(self) -> int:
-        """Tokens per page."""
-        return self.cache.shape[2]
-
-    @property
+    @abstractmethod
     def keys(self) -> Tensor:
         """A view ``[pages, tokens, heads, dim]`` of the keys."""
-        return self._half(0).unflatten(-1, (-1, self.size)).permute(0, 3, 1, 2)
 
     @property
+    @abstractmethod
     def values(self) -> Tensor:
         """A view ``[pages, tokens, heads, dim]`` of the values."""
-        return self._half(1).unflatten(-1, (self.size, -1)).transpose(1, 2)
-
-    def _half(self, which: int) -> Tensor:
-        pages, heads, size, both = self.cache.shape
-        return self.cache.view(pages, heads, 2, size * both // 2)[:, :, which]
 
     def read_keys(self, pages: Tensor, length: int) -> Tensor:
         """The keys of a sequence, ``[length, heads, dim]``.
@@ -61,6 +53,41 @@ class KeyValuePages(NamedTuple):
             length: How many tokens it has.
         """
         return self.keys[pages.long()].flatten(0, 1)[:length]
+
+
+class TransposedPages(Pages):
+    """The layouts of CPUs that `check_layout` knows."""
+
+    @property
+    def keys(self) -> Tensor:
+        """A view ``[pages, tokens, heads, dim]`` of the keys."""
+        return self._half(0).unflatten(-1, (-1, self.cache.shape[2])).permute(0, 3, 1, 2)
+
+    @property
+    def values(self) -> Tensor:
+        """A view ``[pages, tokens, heads, dim]`` of the values."""
+        return self._half(1).unflatten(-1, (self.cache.shape[2], -1)).transpose(1, 2)
+
+    def _half(self, which: int) -> Tensor:
+        pages, heads, size, both = self.cache.shape
+        return self.cache.view(pages, heads, 2, size * both // 2)[:, :, which]
+
+
+class HalvedPages(Pages):
+    """The layout of GPUs: a token's key and then its value, head by head.
+
+    Heads or tokens may come first in memory (vLLM's HND and NHD): strides say which.
+    """
+
+    @property
+    def keys(self) -> Tensor:
+        """A view ``[pages, tokens, heads, dim]`` of the keys."""
+        return self.cache.transpose(1, 2).chunk(2, -1)[0]
+
+    @property
+    def values(self) -> Tensor:
+        """A view ``[pages, tokens, heads, dim]`` of the values."""
+        return self.cache.transpose(1, 2).chunk(2, -1)[1]
 
 
 def write_index_keys(cache: Tensor, slots: Tensor, index_k: Tensor) -> None:

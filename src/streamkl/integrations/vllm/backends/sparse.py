@@ -1,49 +1,25 @@
-"""vLLM's CPU backend with prompts that attend to selected keys; what decodes, and all writing, is inherited."""
+"""What the sparse backends have in common: prompts attend to selected keys, all else is as in the vLLM backend below.
+
+A sparse backend is a class of vLLM's with one of these before it: `SparseMetadataBuilder` before a metadata builder,
+`SparseImpl` before an implementation, `SparseStep` before the metadata.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backends.cpu_attn import (  # pyright: ignore[reportMissingImports]  # an extra
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
 
 from streamkl.integrations.vllm import pages
 from streamkl.integrations.vllm.metadata import Packed, Sequence, rows_of, split
 from streamkl.integrations.vllm.settings import settings_of
 from streamkl.sparse import AttentionCall, IndexTensors, Selector, sparse_attention
 
-NAME = "STREAMKL_CPU"
-PATH = f"{__name__}.SparseBackend"
-
-
-class SparseBackend(CPUAttentionBackend):
-    """The backend of layers whose keys are selected."""
-
-    @staticmethod
-    def get_name() -> str:
-        """Of the backend."""
-        return NAME
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """What attends."""
-        return SparseImpl
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """What prepares a step."""
-        return SparseMetadataBuilder
-
 
 @dataclass
-class SparseMetadata(CPUAttentionMetadata):
+class SparseStep:
     """A step.
 
     Attributes:
@@ -53,49 +29,67 @@ class SparseMetadata(CPUAttentionMetadata):
     """
 
     sparse: list[Sequence] = field(default_factory=list)
-    dense: CPUAttentionMetadata | None = None
+    dense: Any = None
     dense_rows: Tensor | None = None
 
 
-class SparseMetadataBuilder(CPUAttentionMetadataBuilder):
+class SparseMetadataBuilder:
     """Splits each step into sparse and dense requests.
 
-    Raises:
-        ValueError: The layout of the pages is not known.
+    Attributes:
+        step: The class of a step's metadata: vLLM's, with a `SparseStep`.
+        supports_update_block_table: Whether metadata may be reused with other pages: those of the dense requests may
+            not.
     """
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        pages.check_layout(self.isa)
-        settings = settings_of(vllm_config.model_config)
-        self.sparse_decode = settings is not None and settings.decode == "sparse"
+    step: ClassVar[Any]
+    supports_update_block_table: bool = False
+    kv_cache_spec: Any
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # pyright: ignore[reportCallIssue]
+        self.sparse_decode = selects_for_decodes(vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """The metadata of a step, for all layers."""
-        whole = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        build: Any = super().build  # pyright: ignore[reportAttributeAccessIssue]  # vLLM's builder
+        whole = build(common_prefix_len, common_attn_metadata, fast_build)
         given = common_attn_metadata
-        starts = given.query_start_loc_cpu
+        starts, table = given.query_start_loc_cpu, given.block_table_tensor
         parts = split(
-            starts, given.seq_lens, given.block_table_tensor, given.is_prefilling, self.kv_cache_spec.block_size,
-            self.sparse_decode,
-        )  # fmt: skip
-        made = SparseMetadata(**{each.name: getattr(whole, each.name) for each in fields(whole)}, sparse=parts.sparse)
+            starts, given.seq_lens, table, given.is_prefilling, self.kv_cache_spec.block_size, self.sparse_decode
+        )
+        made = self.step(**{each.name: getattr(whole, each.name) for each in fields(whole)}, sparse=parts.sparse)
         if not parts.sparse:
             made.dense = whole
         elif len(parts.dense):
             rows, own = rows_of(starts, parts.dense)
+            requests, on_device = parts.dense.to(table.device), rows.to(table.device)
             common = given.replace(
-                query_start_loc=own, query_start_loc_cpu=own, seq_lens=given.seq_lens[parts.dense],
+                query_start_loc=own.to(table.device), query_start_loc_cpu=own, seq_lens=given.seq_lens[requests],
                 num_reqs=len(parts.dense), num_actual_tokens=len(rows), max_query_len=int(own.diff().max()),
-                block_table_tensor=given.block_table_tensor[parts.dense].contiguous(),
-                slot_mapping=given.slot_mapping[rows],
+                block_table_tensor=table[requests].contiguous(), slot_mapping=given.slot_mapping[on_device],
             )  # fmt: skip
-            made.dense, made.dense_rows = super().build(common_prefix_len, common, fast_build), rows
+            made.dense, made.dense_rows = build(common_prefix_len, common, fast_build), on_device
         return made
 
 
-class SparseImpl(CPUAttentionBackendImpl):
-    """Attends to selected keys where a step's metadata says so, and else as vLLM does."""
+def selects_for_decodes(vllm_config: Any) -> bool:
+    """Whether decoded tokens select keys, too."""
+    settings = settings_of(vllm_config.model_config)
+    return settings is not None and settings.decode == "sparse"
+
+
+class SparseImpl:
+    """Attends to selected keys where a step's metadata says so, and else as vLLM does.
+
+    Attributes:
+        pages: The layout of the KV cache.
+    """
+
+    pages: ClassVar[type[pages.Pages]]
+    scale: float
+    forward: Any
 
     def attend(
         self,
@@ -104,7 +98,7 @@ class SparseImpl(CPUAttentionBackendImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        metadata: SparseMetadata,
+        metadata: SparseStep,
         output: Tensor,
         selector: Selector,
         index: IndexTensors | None,
@@ -139,11 +133,11 @@ class SparseImpl(CPUAttentionBackendImpl):
                 output[rows] = self._whole(query[rows], key[rows], value[rows], selector, own)
         later = [part for part in segments if part.start > 0]
         if later:
-            packed, index_k = Packed.of(later), None
+            packed, index_k = Packed.of(later, query.device), None
             if index_keys is not None:
                 index_k = torch.cat([pages.read_index_keys(index_keys, part.pages, part.end) for part in later])
             own = _of_rows(index, packed.rows, index_k)
-            held = pages.KeyValuePages(kv_cache)
+            held = self.pages(kv_cache)
             output[packed.rows] = self._paged(query[packed.rows], held, later, packed, selector, own)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, selector: Selector, index: IndexTensors | None) -> Tensor:
@@ -170,7 +164,7 @@ class SparseImpl(CPUAttentionBackendImpl):
     def _paged(
         self,
         q: Tensor,
-        held: pages.KeyValuePages,
+        held: pages.Pages,
         sequences: list[Sequence],
         packed: Packed,
         selector: Selector,
