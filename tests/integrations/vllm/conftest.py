@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from streamkl.selfcheck.engine import SETTINGS, Engine
 from streamkl.selfcheck.tiny import Tiny, make, random_prompts
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
@@ -21,9 +20,8 @@ collect_ignore_glob = [] if HAVE_VLLM else ["test_serving.py", "test_refusals.py
 
 if HAVE_VLLM:  # else the other tests of this process would not compile, and nor would the processes they start
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-        TORCH_COMPILE_DISABLE="1", VLLM_LOGGING_LEVEL="WARNING", VLLM_NO_USAGE_STATS="1",
-    )  # fmt: skip
+        SETTINGS, VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", TORCH_COMPILE_DISABLE="1"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -37,75 +35,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
         return made[family, heads]
 
     return get
-
-
-class Engine:
-    """An engine of vLLM in this process."""
-
-    def __init__(self, path: Path, streamkl: dict[str, Any] | None, **options: Any) -> None:
-        from vllm import LLM
-
-        overrides = {} if streamkl is None else {"hf_overrides": {"streamkl": streamkl}}
-        defaults: dict[str, Any] = {
-            "dtype": "float32", "max_model_len": 2304, "enforce_eager": True, "skip_tokenizer_init": True,
-            "enable_prefix_caching": False, "max_num_batched_tokens": 4096, "max_num_seqs": 32, "seed": 0,
-        }  # fmt: skip
-        self.llm = LLM(str(path), **{**defaults, **overrides, **options})
-
-    def generate(self, requests: list[list[int]], tokens: int = 8, together: bool = True) -> list[Generated]:
-        """Greedy tokens of prompts, and the log-probability of each."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=3, detokenize=False, ignore_eos=True)
-        batches = [requests] if together else [[each] for each in requests]
-        found = [
-            out
-            for batch in batches
-            for out in self.llm.generate([{"prompt_token_ids": each} for each in batch], params, use_tqdm=False)
-        ]
-        return [Generated.of(out) for out in found]
-
-    @property
-    def core(self) -> Any:
-        """The part of vLLM that has the scheduler."""
-        return self.llm.llm_engine.engine_core.engine_core
-
-    @property
-    def model(self) -> Any:
-        """The model that vLLM built."""
-        return self.llm.apply_model(lambda model: model)[0]
-
-    def close(self) -> None:
-        """Ends it, so that another can start."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self.core.shutdown()
-        del self.llm
-        gc.collect()
-        with contextlib.suppress(Exception):
-            cleanup_dist_env_and_memory()
-
-
-class Generated(NamedTuple):
-    """The answer to one prompt."""
-
-    tokens: list[int]
-    logprobs: list[dict[int, float]]
-    cached: int
-
-    @classmethod
-    def of(cls, out: Any) -> Generated:
-        """From vLLM's."""
-        answer = out.outputs[0]
-        logprobs = [{token: entry.logprob for token, entry in each.items()} for each in answer.logprobs]
-        return cls(list(answer.token_ids), logprobs, out.num_cached_tokens or 0)
-
-    def difference(self, other: Generated) -> float:
-        """The largest difference of a log-probability that both have; infinite if tokens differ."""
-        if self.tokens != other.tokens:
-            return float("inf")
-        pairs = zip(self.logprobs, other.logprobs, strict=True)
-        return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
 
 
 @pytest.fixture
