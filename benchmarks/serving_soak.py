@@ -4,7 +4,7 @@
 
 Requests have prompts of mixed lengths; every fifth is cancelled when its first token has come. vLLM's own counters say
 how much of the cache is in use, and must return to where they started. At last a prompt that is longer than the server
-takes is sent, which must be refused and harm nothing.
+takes is sent, which must be refused and harm nothing. Without ``--indexers`` the server is vLLM's own, to compare with.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
     """Serves, sends, and says what was found; exits with 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--indexers", required=True)
+    parser.add_argument("--indexers", default="", help="a folder of indexers; none: vLLM's own dense server")
     parser.add_argument("--server", default="", help="arguments of vllm serve")
     for name, default in (("requests", 200), ("at-once", 8), ("shortest", 8), ("longest", 1500), ("tokens", 8),
                           ("too-long", 100_000), ("topk", 256)):  # fmt: skip
@@ -77,7 +77,9 @@ def main() -> None:
         "indexers": str(Path(given.indexers).resolve()),
         "selector": {"kind": "indexer", "topk": given.topk, "query_block": 64, "normalise": True},
     }
-    arguments = [*shlex.split(given.server), "--hf-overrides", json.dumps({"streamkl": streamkl})]
+    arguments = shlex.split(given.server)
+    if given.indexers:
+        arguments += ["--hf-overrides", json.dumps({"streamkl": streamkl})]
     draw, started = random.Random(0), time.time()
     prompts = [
         [draw.randrange(1000, 40_000) for _ in range(draw.randint(given.shortest, given.longest))]
