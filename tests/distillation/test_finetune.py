@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -243,3 +244,26 @@ def test_two_ranks_have_the_losses_of_one_with_the_same_global_batch(
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=2e-4, msg=name)  # a fifth of a step
+
+
+def test_with_all_keys_the_model_learns_what_its_dense_twin_learns(
+    indexers: str, llama: Path, prose: Path, tmp_path: Path
+) -> None:
+    """``benchmarks/finetune_dense.py`` is what a sparse model is compared with."""
+    path = Path(__file__).parents[2] / "benchmarks" / "finetune_dense.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    twin = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(twin)
+    given: dict[str, Any] = {"steps": 3, "accumulation": 2, "topk": 64}
+    finetune(settings(llama, prose, tmp_path / "sparse", indexers, **given))
+    twin.run(settings(llama, prose, tmp_path / "dense", "", **given))
+    before, sparse, dense = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (llama, tmp_path / "sparse" / "model", tmp_path / "dense" / "model")
+    )
+    for name, weight in dense.items():
+        moved = (weight - before[name]).abs().max()
+        assert (sparse[name] - weight).abs().max() <= 1e-3 * moved, name
+    assert any(not torch.equal(dense[name], before[name]) for name in dense)
