@@ -232,6 +232,14 @@ def test_a_line_of_200_mb_is_evaluated(model_folder: Path, tmp_path: Path) -> No
     assert "256 tokens: a top-k of 256 keys is dense attention, and left out." in said
 
 
+def test_without_selectors_dense_attention_is_left(model_folder: Path, book: Path, tmp_path: Path) -> None:
+    few = ("--tasks", "perplexity", "--selectors", "none", "--segments", "1", "--layer-segments", "0")
+    code, said = command("evaluate", model_folder, book, tmp_path / "report", *few)
+    assert code == 0, said
+    lines = (tmp_path / "report" / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["method"] for line in lines[1:]] == ["dense"]
+
+
 def test_wrong_numbers_and_names_are_refused(model_folder: Path, book: Path, tmp_path: Path) -> None:
     for more, message in (
         (("--tasks", "needles"), "a task is one of needle"),

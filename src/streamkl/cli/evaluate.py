@@ -23,7 +23,7 @@ Tasks = Annotated[list[str], typer.Option(help="needle, multikey, tracking, perp
 Lengths = Annotated[list[int], typer.Option(help="Tokens of a context, exactly.")]
 Budgets = Annotated[list[int], typer.Option(help="How many keys are selected per query block.")]
 QueryBlocks = Annotated[list[int], typer.Option(help="How many queries share their top-k.")]
-Selectors = Annotated[list[str], typer.Option(help="oracle, window, random.")]
+Selectors = Annotated[list[str], typer.Option(help="oracle, window, random; or none.")]
 Indexers = Annotated[list[Path], typer.Option(help="Folders of indexers, as `streamkl distill` writes them.")]
 Contexts = Annotated[int, typer.Option(min=0, help="How many contexts of each length each task with answers has.")]
 Segments = Annotated[int, typer.Option(min=0, help="How many passages of each length are scored for perplexity.")]
@@ -242,9 +242,10 @@ def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
     for option, allowed in (("decode", ("dense", "sparse")), ("dtype", ("bfloat16", "float16", "float32"))):
         if given[option] not in allowed:
             raise ValueError(f"--{option} is one of {', '.join(allowed)}: got {given[option]!r}")
-    for selector in given["selectors"]:
+    selectors = [] if given["selectors"] == ["none"] else given["selectors"]
+    for selector in selectors:
         if selector not in SELECTORS:
-            raise ValueError(f"--selectors are of {', '.join(SELECTORS)}: got {selector!r}")
+            raise ValueError(f"--selectors are of {', '.join(SELECTORS)}, or none: got {selector!r}")
     if given["output"].exists() and not given["output"].is_dir():
         raise ValueError(f"--output {given['output']} is a file: it names a folder")
     paths = dict.fromkeys(given["indexers"])
@@ -258,4 +259,4 @@ def _plan(given: dict[str, Any]) -> tuple[Any, dict[str, Path]]:
             raise ValueError(f"--indexers {path}: there is no such folder")
     numbers = {name: tuple(given[name]) for name in ("tasks", "lengths", "budgets", "query_blocks")}
     rest = {name: given[name] for name in ("contexts", "segments", "layer_segments", "seed")}
-    return Plan(**numbers, selectors=(*given["selectors"], *names), **rest), names
+    return Plan(**numbers, selectors=(*selectors, *names), **rest), names
