@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -250,15 +250,10 @@ def test_with_all_keys_the_model_learns_what_its_dense_twin_learns(
     indexers: str, llama: Path, prose: Path, tmp_path: Path
 ) -> None:
     """``benchmarks/finetune_dense.py`` is what a sparse model is compared with."""
-    path = Path(__file__).parents[2] / "benchmarks" / "finetune_dense.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    twin = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(twin)
+    twin = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "finetune_dense.py"))
     given: dict[str, Any] = {"steps": 3, "accumulation": 2, "topk": 64}
     finetune(settings(llama, prose, tmp_path / "sparse", indexers, **given))
-    twin.run(settings(llama, prose, tmp_path / "dense", "", **given))
+    twin["run"](settings(llama, prose, tmp_path / "dense", "", **given))
     before, sparse, dense = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
         for folder in (llama, tmp_path / "sparse" / "model", tmp_path / "dense" / "model")

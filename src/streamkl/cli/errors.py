@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import typer
 
 
@@ -11,3 +13,9 @@ class UserError(typer.BadParameter):
     def format_message(self) -> str:
         """The message, without click's "Invalid value"."""
         return self.message
+
+
+def require_vllm() -> None:
+    """Ends a command that runs vLLM where there is none."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("there is no vLLM in this environment: install it as docs/serving.md says")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from streamkl.bench import run as bench
 from streamkl.bench.gate import RedGateError
 from streamkl.bench.records import Record
 from streamkl.bench.suites import SUITES
-from streamkl.cli.errors import UserError
+from streamkl.cli.errors import UserError, require_vllm
 from streamkl.selfcheck import checks, report
 from streamkl.selfcheck.checks import Outcome
 
@@ -38,8 +37,7 @@ def run(device: torch.device, backend: str, seeds: int, quick: bool, output: Pat
 
 def run_vllm(backend: str, output: Path) -> int:
     """Checks the plugin for vLLM on the device and with the dtypes that vLLM has there; returns the exit code."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError("there is no vLLM in this environment: install it as docs/serving.md says")
+    require_vllm()
     from streamkl.selfcheck import serving
 
     console, outcomes = Console(), []

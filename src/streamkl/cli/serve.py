@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from rich import box
@@ -12,13 +11,12 @@ from rich.table import Table
 from streamkl.bench.serve.records import DENSE, SPARSE, Row, append, read, rows
 from streamkl.bench.serve.run import Job, ServerError
 from streamkl.bench.serve.run import run as measure
-from streamkl.cli.errors import UserError
+from streamkl.cli.errors import UserError, require_vllm
 
 
 def run(console: Console, job: Job, output: Path) -> int:
     """Measures what is missing in the file of results; returns the exit code."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError("there is no vLLM in this environment: install it as docs/serving.md says")
+    require_vllm()
     found = read(output)
     try:
         with console.status("") as status:

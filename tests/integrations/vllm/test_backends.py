@@ -25,7 +25,7 @@ SELECTOR = IndexerSelector(topk=24, query_block=8)
 class Attends(sparse.SparseImpl):
     """The part of an implementation that is ours."""
 
-    pages = pages.HalvedPages
+    layout = pages.HalvedPages
     scale = 0.3
 
 
@@ -73,7 +73,7 @@ def test_what_a_backend_overrides_has_the_parameters_of_vllms(dense: str) -> Non
     backend = module.SparseBackend
     parts = (backend, backend.get_builder_cls(), backend.get_impl_cls())
     parents = [(part, next(c for c in part.__mro__ if c.__module__.startswith("vllm."))) for part in parts]
-    assert backend.__mro__[1].get_name() == dense
+    assert parents[0][1].get_name() == dense
     assert backend.get_name() == BACKENDS[dense][0]
     overridden = 0
     for ours, theirs in parents:

@@ -57,14 +57,14 @@ def make_sparse(vllm_config: Any, settings: Settings) -> None:
     Raises:
         ValueError: Something of the config is not supported.
     """
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]  # an extra
+
     check(vllm_config, settings)
     config = vllm_config.model_config.hf_config
     config.architectures = [
         name if name.startswith(SPARSE) else f"{SPARSE}{name}" for name in vllm_config.model_config.architectures
     ]
     vllm_config.scheduler_config.scheduler_cls = SCHEDULER
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]  # an extra
-
     compilation = vllm_config.compilation_config
     if current_platform.is_cuda_alike():
         logger.warning("Sparse prefill has not been run on a GPU yet: check it by `streamkl selfcheck --vllm`")

@@ -39,23 +39,10 @@ class SparseMetadataBuilder(sparse.SparseMetadataBuilder, CPUAttentionMetadataBu
 class SparseImpl(sparse.SparseImpl, CPUAttentionBackendImpl):
     """Attends to selected keys where a step's metadata says so, and else as vLLM does."""
 
-    pages = pages.TransposedPages
+    layout = pages.TransposedPages
 
 
-class SparseBackend(CPUAttentionBackend):
+class SparseBackend(sparse.SparseBackend, CPUAttentionBackend):  # pyright: ignore[reportIncompatibleMethodOverride]  # static in vLLM
     """The backend of layers whose keys are selected."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Of the backend."""
-        return BACKENDS["CPU_ATTN"][0]
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """What attends."""
-        return SparseImpl
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """What prepares a step."""
-        return SparseMetadataBuilder
+    name, impl, builder = BACKENDS["CPU_ATTN"][0], SparseImpl, SparseMetadataBuilder

@@ -29,23 +29,10 @@ class SparseMetadataBuilder(gpu.SingleTokenGraphs, sparse.SparseMetadataBuilder,
 class SparseImpl(sparse.SparseImpl, FlashAttentionImpl):
     """Attends to selected keys where a step's metadata says so, and else as vLLM does."""
 
-    pages = pages.HalvedPages
+    layout = pages.HalvedPages
 
 
-class SparseBackend(FlashAttentionBackend):
+class SparseBackend(sparse.SparseBackend, FlashAttentionBackend):  # pyright: ignore[reportIncompatibleMethodOverride]  # static in vLLM
     """The backend of layers whose keys are selected."""
 
-    @staticmethod
-    def get_name() -> str:
-        """Of the backend."""
-        return BACKENDS["FLASH_ATTN"][0]
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """What attends."""
-        return SparseImpl
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """What prepares a step."""
-        return SparseMetadataBuilder
+    name, impl, builder = BACKENDS["FLASH_ATTN"][0], SparseImpl, SparseMetadataBuilder

@@ -1,7 +1,7 @@
 """What the sparse backends have in common: prompts attend to selected keys, all else is as in the vLLM backend below.
 
 A sparse backend is a class of vLLM's with one of these before it: `SparseMetadataBuilder` before a metadata builder,
-`SparseImpl` before an implementation, `SparseStep` before the metadata.
+`SparseImpl` before an implementation, `SparseStep` before the metadata, `SparseBackend` before the backend.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class SparseImpl:
     """Attends to selected keys where a step's metadata says so, and else as vLLM does.
 
     Attributes:
-        pages: The layout of the KV cache.
+        layout: Of the KV cache.
     """
 
-    pages: ClassVar[type[pages.Pages]]
+    layout: ClassVar[type[pages.Pages]]
     scale: float
     forward: Any
 
@@ -137,7 +137,7 @@ class SparseImpl:
             if index_keys is not None:
                 index_k = torch.cat([pages.read_index_keys(index_keys, part.pages, part.end) for part in later])
             own = _of_rows(index, packed.rows, index_k)
-            held = self.pages(kv_cache)
+            held = self.layout(kv_cache)
             output[packed.rows] = self._paged(query[packed.rows], held, later, packed, selector, own)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, selector: Selector, index: IndexTensors | None) -> Tensor:
@@ -193,6 +193,35 @@ class SparseImpl:
             q, held.keys, held.values, selected, query_block=selector.query_block, scale=self.scale, **starts,
             page_table=packed.page_table,
         )  # fmt: skip
+
+
+class SparseBackend:
+    """The backend of layers whose keys are selected.
+
+    Attributes:
+        name: Of the backend.
+        impl: What attends.
+        builder: What prepares a step.
+    """
+
+    name: ClassVar[str]
+    impl: ClassVar[type]
+    builder: ClassVar[type]
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Of the backend."""
+        return cls.name
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        """What attends."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        """What prepares a step."""
+        return cls.builder
 
 
 def _of_rows(index: IndexTensors | None, rows: slice | Tensor, index_k: Tensor | None) -> IndexTensors | None:
