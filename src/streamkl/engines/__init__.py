@@ -108,14 +108,14 @@ class SparseEngine(Protocol):
         q: Tensor,
         k: Tensor,
         w: Tensor | None,
-        lse: Tensor | None,
+        normalise: bool,
         topk: int,
         query_block: int,
     ) -> Tensor:
         """The keys of an indexer's highest scores: ``[B, query_blocks, topk]``, int32, best first.
 
-        The score of a key for a query block is the highest of its rows' scores, less their ``lse [B, 1, Nq]`` if
-        given; equal scores go by lower key. If ``query_block > 1``, the keys on the block's diagonal come first.
+        The score of a key for a query block is the highest of its rows' scores, less the row's log-sum-exp if they are
+        normalised; equal scores go by lower key. If ``query_block > 1``, the keys on the block's diagonal come first.
         """
         ...
 

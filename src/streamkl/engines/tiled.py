@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from streamkl.engines.tiled_attention import sparse_attention, sparse_attention_backward
-from streamkl.engines.tiled_topk import attention_topk, index_topk
+from streamkl.engines.tiled_topk import attention_topk, index_topk_less_lse
 from streamkl.problem import Gradients, Inputs, Problem, Side, Support, Tile
 from streamkl.state import LogSumExp, MixtureState, PairedState, RowStats, mixture_kl, mixture_sums
 
@@ -65,6 +65,24 @@ def logsumexp(
             state = state.merge(LogSumExp.of_tile(x.tile(head, place)))
         m[at], ln_l[at] = _finished(state, _dead(support, tiles))
     return m, ln_l
+
+
+def index_topk(
+    support: Support,
+    side: Side,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor | None,
+    normalise: bool,
+    topk: int,
+    query_block: int,
+) -> Tensor:
+    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``."""
+    lse = None
+    if normalise:
+        m, ln_l = logsumexp(support, side, q, k, w, torch.promote_types(q.dtype, torch.float32))
+        lse = m + ln_l
+    return index_topk_less_lse(support, side, q, k, w, lse, topk, query_block)
 
 
 def paired_rows(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, RowStats]:

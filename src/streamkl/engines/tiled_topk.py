@@ -19,7 +19,7 @@ BLOCK_Q, BLOCK_K = 256, 2048
 """Rows and keys of a tile: wide, because the keys that a row keeps are ranked again at every tile."""
 
 
-def index_topk(
+def index_topk_less_lse(
     support: Support,
     side: Side,
     q: Tensor,

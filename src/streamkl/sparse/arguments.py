@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamkl import validation, value_checks
 from streamkl.api import attention_lse
-from streamkl.problem import Support, compute_dtype
+from streamkl.problem import Support
 
 FLOATS = validation.DTYPES
 SelectionBackend = Literal["auto", "triton", "cpu", "tiled"]
@@ -144,17 +144,6 @@ def index_arguments(
         checked.q, checked.k.squeeze(1), index_w, _scale(index_scale, index_q), activation == "relu", _support(checked),
         packed,
     )  # fmt: skip
-
-
-def index_lse(arguments: IndexArguments, backend: str) -> Tensor:
-    """The log-sum-exp of each query's scores, ``[B, 1, Nq]``, by a pass over them."""
-    support, w = arguments.support, arguments.w
-    m, ln_l = torch.ops.streamkl.logsumexp(
-        arguments.q, arguments.k.unsqueeze(1), None if w is None else w.transpose(1, 2), None, support.cu_seqlens_q,
-        support.cu_seqlens_k, arguments.scale, arguments.relu, True, support.left, support.right,
-        support.key_span, True, compute_dtype(arguments.q.dtype), backend,
-    )  # fmt: skip
-    return m + ln_l
 
 
 def selected_arguments(indices: Tensor, attention: AttentionArguments) -> Tensor:

@@ -17,7 +17,6 @@ from streamkl.sparse.arguments import (
     attention_arguments,
     check_selection,
     index_arguments,
-    index_lse,
 )
 from streamkl.sparse.head_groups import HeadGroups
 
@@ -54,8 +53,8 @@ def index_topk(
             still see some of those keys; with one, the last ``query_block - topk - left`` queries of a full block see
             no key.
         normalise: Whether the queries of a block compare log-probabilities (scores less their log-sum-exp) instead of
-            scores. Then a query whose scores are all high does not crowd out the others. It takes another pass over the
-            scores, and changes nothing with a per-query top-k.
+            scores. Then a query whose scores are all high does not crowd out the others. It takes a pass over the
+            scores before they are compared, and changes nothing with a per-query top-k.
         activation: ``"relu"``, or ``None`` for none.
         index_scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
@@ -89,10 +88,9 @@ def index_topk(
     )
     support = arguments.support
     w = None if arguments.w is None else arguments.w.transpose(1, 2)
-    lse = index_lse(arguments, backend) if normalise and query_block > 1 else None
     indices = torch.ops.streamkl.index_topk(
-        arguments.q, arguments.k.unsqueeze(1), w, lse, arguments.scale, arguments.relu, topk, support.cu_seqlens_q,
-        support.cu_seqlens_k, support.left, support.right, query_block, backend,
+        arguments.q, arguments.k.unsqueeze(1), w, arguments.scale, arguments.relu, normalise and query_block > 1, topk,
+        support.cu_seqlens_q, support.cu_seqlens_k, support.left, support.right, query_block, backend,
     )  # fmt: skip
     return indices[0] if arguments.packed else indices
 

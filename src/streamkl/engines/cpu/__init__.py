@@ -140,17 +140,16 @@ def index_topk(
     q: Tensor,
     k: Tensor,
     w: Tensor | None,
-    lse: Tensor | None,
+    normalise: bool,
     topk: int,
     query_block: int,
 ) -> Tensor:
-    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
+    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``."""
     weights = _weights(side, q, w)
-    lse = None if lse is None else lse.float().contiguous()
     if weights is None and side.scale <= 0:  # scores do not rise with the products: compute each of them
         weights = q.new_ones(q.shape[:3], dtype=torch.float32)
     return torch.ops.streamkl_cpu.index_topk(
-        q, k, weights, lse, _block_table(support, query_block), side.scale, side.relu, topk,
+        q, k, weights, _block_table(support, query_block), side.scale, side.relu, normalise, topk,
         support.query_block_count(query_block), query_block, *_window(support),
     )  # fmt: skip
 

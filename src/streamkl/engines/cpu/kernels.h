@@ -37,10 +37,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
 
 // The best keys [B, query_blocks, topk], int32, of each query block. Here and in sparse_attention, table [sequences, 7]
 // also has the first query block of each sequence. An indexer's scale is positive, or its heads have weights [B, J,
-// Nq]. lse [B, 1, Nq] is subtracted from its scores.
+// Nq]. Normalised scores are less the log-sum-exp of their row.
 Tensor index_topk(
-    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const std::optional<Tensor>& lse, const Tensor& table,
-    double scale, bool relu, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right);
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
+    bool normalised, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right);
 
 Tensor attention_topk(
     const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, const Tensor& table, double scale, int64_t topk,

@@ -172,15 +172,19 @@ def index_topk(
     q: Tensor,
     k: Tensor,
     w: Tensor | None,
-    lse: Tensor | None,
+    normalise: bool,
     topk: int,
     query_block: int,
 ) -> Tensor:
-    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``, ``lse [B, 1, Nq]``."""
+    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``."""
     from streamkl.engines.triton import launch
     from streamkl.engines.triton.configs import architecture
     from streamkl.engines.triton.plans import selection
 
+    lse = None
+    if normalise:
+        m, ln_l = logsumexp(support, side, q, k, w, torch.float32)
+        lse = m + ln_l
     launches, out = selection.index_topk(
         support, side, q, k, w, lse, topk, query_block, support.query_block_count(query_block),
         architecture.of(q.device),

@@ -17,37 +17,74 @@ void normalise(float* x, const Part& part, float factor, const Row& lse) {
       store(x + j * kStrip + i, logit<relu>(load(x + j * kStrip + i), scale) - lse[part.i0 + i]);
 }
 
-// An indexer's scores of tiles [keys, rows]. With one head and no lse they are before scale and relu.
+constexpr int64_t kKept = int64_t(2) << 20;  // scores that a thread holds until their row's log-sum-exp is known, at most
+
+// An indexer's scores of tiles [keys, rows]. With one head, and unless they are normalised, they are before scale and
+// relu. Normalised ones are less their row's log-sum-exp, which takes a pass over all tiles before the first is visited;
+// that pass keeps the scores of the first tiles, as many as kKept allows, and the others are computed twice.
 class IndexScores {
  public:
-  IndexScores(
-      const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const std::optional<Tensor>& lse, double scale, bool relu)
-      : student_(q, k, weights, scale, relu), lse_(lse), x_(kBlockK * kStrip) {}
+  IndexScores(const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, double scale, bool relu, bool normalised)
+      : student_(q, k, weights, scale, relu), normalised_(normalised), fast_(fast(q, q, student_.scale(), student_.scale())), x_(kBlockK * kStrip) {}
   static int64_t bytes_of_row(const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights) {
     return Student(q, k, weights, 1.0, false).bytes_of_row(false);
   }
-  float scale() const { return lse_ ? 1.0f : static_cast<float>(student_.scale()); }
-  bool relu() const { return !lse_ && student_.relu(); }
-  void take_rows(const Block& block) {
+  float scale() const { return normalised_ ? 1.0f : static_cast<float>(student_.scale()); }
+  bool relu() const { return !normalised_ && student_.relu(); }
+  void take_rows(const Block& block, const Window& window) {
     student_.take_rows(block, 0, false);
-    if (lse_) row_lse_.take(Rows(*lse_).at(block, 0), block.rows());
+    if (normalised_) take_lse(block, window);
   }
   template <typename Visit>
   void each(const Block& block, const KeyTile& tile, const Window& window, const Visit& visit) {
-    student_.take_keys(block, tile, 0, false);
+    const bool kept = normalised_ && is_kept(block, tile);
+    if (!kept) student_.take_keys(block, tile, 0, false);
     each_part(block, tile, window, false, [&](const Part& part) {
-      student_.product(part, x_.data());
-      if (lse_) normalise_(x_.data(), part, static_cast<float>(student_.scale()), row_lse_);
-      visit(part, x_.data());
+      float* x = kept ? kept_at(block, tile, part) : x_.data();
+      if (!kept) student_.product(part, x);
+      if (normalised_) normalise_(x, part, static_cast<float>(student_.scale()), lse_);
+      visit(part, x);
     });
   }
 
  private:
+  static int64_t tile_size(const Block& block) { return round_up(block.rows(), kStrip) * kBlockK; }
+  static bool is_kept(const Block& block, const KeyTile& tile) {
+    return (tile.j0 - block.j0) / kBlockK < kKept / tile_size(block);
+  }
+  float* kept_at(const Block& block, const KeyTile& tile, const Part& part) const {
+    return kept_.data() + (tile.j0 - block.j0) / kBlockK * tile_size(block) + part.i0 * kBlockK;
+  }
+  void take_lse(const Block& block, const Window& window) {
+    const FlushDenormals flush(fast_);
+    const int64_t tiles = (block.j1 - block.j0 + kBlockK - 1) / kBlockK;
+    kept_.reserve(std::min(tiles, kKept / tile_size(block)) * tile_size(block));
+    LogSumExp state[kBlockQ / kLanes];
+    each_tile(block, [&](const KeyTile& tile) {
+      student_.take_keys(block, tile, 0, false);
+      each_part(block, tile, window, false, [&](const Part& part) {
+        float* x = is_kept(block, tile) ? kept_at(block, tile, part) : x_.data();
+        student_.product(part, x);
+        each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
+          (state[i / kLanes].*update_)(x + i - part.i0, kStrip, span, student_.scale());
+        });
+      });
+    });
+    const float value = natural_value(precision_of(fast_), student_.scale());
+    std::fill_n(lse_.data, kBlockQ, 0.0f);
+    for (int64_t i = 0; i < block.rows(); i++) {
+      const LogSumExp& found = state[i / kLanes];
+      lse_.data[i] = value * found.m[i % kLanes] + std::log(found.l[i % kLanes]);
+    }
+  }
+
   Student student_;
-  const std::optional<Tensor> lse_;
+  const bool normalised_, fast_;
   decltype(&normalise<true>) normalise_ = student_.relu() ? &normalise<true> : &normalise<false>;
-  Row row_lse_;
-  Buffer<float> x_;
+  void (LogSumExp::*update_)(const float*, int64_t, const Span&, double) = dispatch(
+      fast_, false, student_.relu(), [](auto precision, auto, auto with_relu) { return &LogSumExp::update<precision(), with_relu()>; });
+  Row lse_;
+  Buffer<float> x_, kept_;
 };
 
 // The head mean of the attention.
@@ -57,7 +94,7 @@ class AttentionScores {
       : target_(dense_side_of(q, k, scale, false), q.size(1), 1, fast(q, q, scale, scale)), m_(m), ln_l_(ln_l), x_(kBlockK * kStrip), p_(kBlockK * kBlockQ) {}
   float scale() const { return 1.0f; }
   bool relu() const { return false; }
-  void take_rows(const Block& block) { target_.take_rows(block, 0, m_, ln_l_); }
+  void take_rows(const Block& block, const Window&) { target_.take_rows(block, 0, m_, ln_l_); }
   template <typename Visit>
   void each(const Block& block, const KeyTile& tile, const Window& window, const Visit& visit) {
     target_.compute(block, tile, window, 0, x_.data(), p_.data());
@@ -118,7 +155,7 @@ class Selection {
     const int64_t j1 = std::min(task.seq.k_len, window_.last(i1 - 1 + task.seq.diagonal));
     if (j0 >= j1) return;
     const Block rows{task.seq, i0, i1, j0, j1};
-    source_.take_rows(rows);
+    source_.take_rows(rows, window_);
     each_tile(rows, [&](const KeyTile& tile) {
       source_.each(rows, tile, window_, [&](const Part& part, const float* x) { reduce(task, rows, tile, part, x); });
     });
@@ -259,10 +296,11 @@ Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t query_
 }  // namespace
 
 Tensor index_topk(
-    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const std::optional<Tensor>& lse, const Tensor& table,
-    double scale, bool relu, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right) {
-  const int64_t rows = rows_at_once(IndexScores::bytes_of_row(q, k, weights));
-  return select(q, table, topk, query_blocks, query_block, Window{left, right}, rows, false, [&] { return IndexScores(q, k, weights, lse, scale, relu); });
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
+    bool normalised, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right) {
+  int64_t rows = rows_at_once(IndexScores::bytes_of_row(q, k, weights));
+  if (normalised && rows > kStrip && kKept / rows < k.size(2)) rows = kStrip;  // twice as many tiles are kept
+  return select(q, table, topk, query_blocks, query_block, Window{left, right}, rows, false, [&] { return IndexScores(q, k, weights, scale, relu, normalised); });
 }
 
 Tensor attention_topk(
