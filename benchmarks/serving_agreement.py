@@ -9,7 +9,7 @@ keeps what it found, the second runs them through vLLM and compares::
 The keys that both select, of the first contexts, and the log-probabilities of the first token of an answer are compared
 for prompts that are whole, in chunks of 256, in chunks that would end within query blocks (250), with their prefix in
 the cache, and in one batch with others. Needles are counted over all contexts. In float32 rounding turns near-ties of
-the scores, so a few keys differ.
+the scores, so a few keys differ. Before that, a budget of all keys is held to vLLM's own attention.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch import Tensor
 
 from streamkl.evaluation import tasks
 from streamkl.evaluation.haystack import Book, Haystack
-from streamkl.selfcheck.engine import SETTINGS, Engine
-from streamkl.sparse import AttentionCall
+from streamkl.selfcheck.engine import SETTINGS, Engine, Recorder
 
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -37,26 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ANSWER = 7
 """Tokens of an answer."""
-
-
-class Recorder:
-    """A selector that keeps what it selects for prompts, as ``(first query, keys [blocks, topk])``."""
-
-    def __init__(self, selector: Any) -> None:
-        self.selector, self.topk, self.query_block = selector, selector.topk, selector.query_block
-        self.kept: list[tuple[int, Tensor]] = []
-
-    def select(self, call: AttentionCall) -> Tensor:
-        """Selects, and keeps it."""
-        found = self.selector.select(call)
-        if call.cu_seqlens_q is None:
-            self.kept.append((call.k.shape[2] - call.q.shape[2], found[0]))
-            return found
-        assert call.cu_seqlens_k is not None, "both are packed"
-        queries, keys = (starts.diff().tolist() for starts in (call.cu_seqlens_q, call.cu_seqlens_k))
-        blocks = found.split([-(-count // self.query_block) for count in queries])
-        self.kept += [(k - q, block) for q, k, block in zip(queries, keys, blocks, strict=True)]
-        return found
 
 
 def membership(found: Tensor, tokens: int) -> Tensor:
@@ -116,6 +95,26 @@ def agreement(recorders: list[Recorder], contexts: list[dict[str, Any]]) -> tupl
     return same, total
 
 
+def with_all_keys(given: argparse.Namespace, contexts: list[dict[str, Any]], streamkl: dict[str, Any]) -> None:
+    """Compares a budget of all keys with vLLM's own attention, on beginnings of contexts."""
+    lengths = torch.linspace(50, given.tokens * 0.98, 20).int().tolist()
+    ids = [tasks.Context(*contexts[n % len(contexts)]["context"]).ids for n in range(len(lengths))]
+    prompts = [each[:length] for each, length in zip(ids, lengths, strict=True)]
+    answers = []
+    every_key = {**streamkl, "selector": {**streamkl["selector"], "topk": given.tokens + 64}}
+    for settings in (None, every_key):
+        engine = Engine(Path(given.model), settings, max_model_len=given.tokens + 64)
+        answers.append(engine.generate(prompts, ANSWER))
+        engine.close()
+    worst = max(dense.difference(sparse) for dense, sparse in zip(*answers, strict=True))
+    equal = sum(dense.tokens == sparse.tokens for dense, sparse in zip(*answers, strict=True))
+    print(
+        f"With all keys, {len(prompts)} prompts of {lengths[0]} to {lengths[-1]:,} tokens: {equal} answers equal those "
+        f"of vLLM's own attention, log-probabilities within {worst:.1e}.\n",
+        flush=True,
+    )
+
+
 def through_vllm(given: argparse.Namespace) -> None:
     """Runs the contexts, and compares with the file."""
     os.environ.update(SETTINGS)
@@ -125,6 +124,7 @@ def through_vllm(given: argparse.Namespace) -> None:
         "indexers": str(Path(given.indexers).resolve()),
         "selector": {"kind": "indexer", "topk": given.topk, "query_block": given.query_block, "normalise": True},
     }
+    with_all_keys(given, contexts, streamkl)
     print(f"| prompts | keys as in transformers, {len(recorded)} contexts | log-probabilities | needles |")
     print("| --- " * 4 + "|", flush=True)
     for way, options in WAYS.items():
@@ -134,11 +134,8 @@ def through_vllm(given: argparse.Namespace) -> None:
         prompts = [tasks.Context(*each["context"]).ids for each in recorded]
         if way == "cached":
             engine.generate(prompts, ANSWER, together=False)
-        layers = engine.model.model.layers
-        recorders = [Recorder(layer.self_attn.attn.selector) for layer in layers]
-        for layer, recorder in zip(layers, recorders, strict=True):
-            layer.self_attn.attn.selector = recorder
-        answers = engine.generate(prompts, ANSWER, together=way == "together")
+        with engine.recording() as recorders:
+            answers = engine.generate(prompts, ANSWER, together=way == "together")
         same, total = agreement(recorders, recorded)
         worst = max(
             abs(value - float(context["logprobs"][token]))
@@ -147,8 +144,6 @@ def through_vllm(given: argparse.Namespace) -> None:
         )
         needles = ""
         if way == "whole":
-            for layer, recorder in zip(layers, recorders, strict=True):
-                layer.self_attn.attn.selector = recorder.selector
             asked = [tasks.Context(*each["context"]) for each in contexts]
             tokenizer = engine.llm.get_tokenizer()
             found = engine.generate([context.ids for context in asked], ANSWER, together=False)

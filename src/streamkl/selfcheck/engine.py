@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from streamkl.sparse import AttentionCall, Selector
 
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 """What the environment of such a process has."""
@@ -50,6 +55,33 @@ class Generated(NamedTuple):
             return float("inf")
         pairs = list(zip(self.logprobs, other.logprobs, strict=True))[:same]
         return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
+
+
+class Recorder:
+    """A selector that keeps what it selects.
+
+    Args:
+        selector: Selects.
+
+    Attributes:
+        kept: The first query of each part of a prompt, and its selected keys ``[query_blocks, topk]``.
+    """
+
+    def __init__(self, selector: Selector) -> None:
+        self.selector, self.topk, self.query_block = selector, selector.topk, selector.query_block
+        self.kept: list[tuple[int, Tensor]] = []
+
+    def select(self, call: AttentionCall) -> Tensor:
+        """The selected keys of a call, which are kept."""
+        found = self.selector.select(call)
+        if call.cu_seqlens_q is None:
+            self.kept.append((call.k.shape[2] - call.q.shape[2], found[0]))
+            return found
+        assert call.cu_seqlens_k is not None, "both are packed"
+        queries, keys = (starts.diff().tolist() for starts in (call.cu_seqlens_q, call.cu_seqlens_k))
+        blocks = found.split([-(-count // self.query_block) for count in queries])
+        self.kept += [(k - q, block) for q, k, block in zip(queries, keys, blocks, strict=True)]
+        return found
 
 
 class Engine:
@@ -99,6 +131,19 @@ class Engine:
     def model(self) -> Any:
         """The model that vLLM built."""
         return self.llm.apply_model(lambda model: model)[0]
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Recorder]]:
+        """Keeps what each layer of a sparse model selects meanwhile."""
+        layers = [layer.self_attn.attn for layer in self.model.model.layers]
+        recorders = [Recorder(layer.selector) for layer in layers]
+        for layer, recorder in zip(layers, recorders, strict=True):
+            layer.selector = recorder
+        try:
+            yield recorders
+        finally:
+            for layer, recorder in zip(layers, recorders, strict=True):
+                layer.selector = recorder.selector
 
     def close(self) -> None:
         """Ends it, so that another can start."""

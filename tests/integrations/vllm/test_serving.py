@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -13,37 +12,9 @@ from streamkl.sparse import IndexerSelector
 SELECTOR = IndexerSelector(topk=96, query_block=32)
 ALL = {"kind": "indexer", "topk": 2304, "query_block": 32}
 SOME = {"kind": "indexer", "topk": 96, "query_block": 32}
-LENGTHS = (50, 64, 129, 300, 601, 1000)
+LENGTHS = (50, 64, 65, 100, 127, 128, 129, 200, 257, 300, 384, 450, 512, 601, 750, 900, 1000, 1290, 1700, 2000)
 CLOSE = 1e-4
 """What log-probabilities of float32 may differ by, where nothing but the order of sums differs."""
-
-
-class Recorder:
-    """A selector that keeps what it selects."""
-
-    def __init__(self, selector: Any) -> None:
-        self.selector, self.topk, self.query_block = selector, selector.topk, selector.query_block
-        self.kept: list[tuple[int, torch.Tensor]] = []
-
-    def select(self, call: Any) -> torch.Tensor:
-        found = self.selector.select(call)
-        if call.cu_seqlens_q is None:
-            self.kept.append((call.k.shape[2] - call.q.shape[2], found[0]))
-            return found
-        queries, all_keys = (starts.diff().tolist() for starts in (call.cu_seqlens_q, call.cu_seqlens_k))
-        blocks = found.split([-(-count // self.query_block) for count in queries])
-        starts = (count - own for count, own in zip(all_keys, queries, strict=True))
-        self.kept += zip(starts, blocks, strict=True)
-        return found
-
-
-def record(engine: Any) -> dict[int, Recorder]:
-    """Records the selected keys of every layer of an engine."""
-    layers = engine.model.model.layers
-    recorders = {number: Recorder(layer.self_attn.attn.selector) for number, layer in enumerate(layers)}
-    for number, layer in enumerate(layers):
-        layer.self_attn.attn.selector = recorders[number]
-    return recorders
 
 
 def keys(indices: torch.Tensor) -> list[set[int]]:
@@ -65,10 +36,10 @@ def test_selected_keys_and_logprobs_are_those_of_transformers(heads: int, tiny, 
     served = engine(model.path, {"indexers": str(model.indexers)})
     for prompt in prompts(129, 300, 1000):
         wanted, selected = reference(model, prompt, SELECTOR)
-        recorders = record(served)
-        answer = served.generate([prompt], tokens=1)[0]
+        with served.recording() as recorders:
+            answer = served.generate([prompt], tokens=1)[0]
         same = total = 0
-        for layer, recorder in recorders.items():
+        for layer, recorder in enumerate(recorders):
             [(start, found)] = recorder.kept
             assert start == 0
             for ours, theirs in zip(keys(found), keys(selected[layer]), strict=True):
@@ -76,8 +47,6 @@ def test_selected_keys_and_logprobs_are_those_of_transformers(heads: int, tiny, 
         assert same / total >= 0.999
         for token, logprob in answer.logprobs[0].items():
             assert abs(logprob - float(wanted[-1, token])) < 1e-3
-        for layer in served.model.model.layers:
-            layer.self_attn.attn.selector = SELECTOR
 
 
 def test_fewer_keys_make_a_difference(tiny, engine, prompts) -> None:
@@ -94,8 +63,9 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one(chunk: int, tiny, engine, promp
     settings = {"indexers": str(model.indexers)}
     whole = engine(model.path, settings).generate(requests, together=False)
     chunked = engine(model.path, settings, max_num_batched_tokens=chunk, max_num_seqs=8)
-    starts = record(chunked)[0].kept
-    found = chunked.generate(requests, together=False)
+    with chunked.recording() as recorders:
+        found = chunked.generate(requests, together=False)
+    starts = recorders[0].kept
     assert len(starts) > len(requests)
     assert all(start % SELECTOR.query_block == 0 for start, _ in starts)
     assert max(a.difference(b) for a, b in zip(whole, found, strict=True)) < CLOSE
@@ -132,9 +102,9 @@ def test_sparse_decode_with_all_keys_is_dense_decode(tiny, engine, prompts) -> N
 def test_sparse_decode_selects_by_the_index_keys_of_all_tokens(tiny, engine, prompts) -> None:
     model, [prompt] = tiny(), prompts(300)
     served = engine(model.path, {"indexers": str(model.indexers), "decode": "sparse"})
-    recorder = record(served)[0]
-    served.generate([prompt], tokens=4)
-    (_, whole), *decoded = recorder.kept
+    with served.recording() as recorders:
+        served.generate([prompt], tokens=4)
+    (_, whole), *decoded = recorders[0].kept
     assert len(whole) == 10
     assert [start for start, _ in decoded] == [300, 301, 302]
     for start, found in decoded:
