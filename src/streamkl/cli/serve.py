@@ -38,9 +38,10 @@ def run(console: Console, job: Job, output: Path) -> int:
         console.print("Without matplotlib there is no plot.")
         return 0
     load, machine = job.loads[0], ours[-1].machine
+    answers = "answers of a token" if load.output_tokens == 1 else f"answers of {load.output_tokens:,} tokens"
     title = (
-        f"{Path(job.model).name} in vLLM: {load.requests} requests, {load.at_once} at once, "
-        f"{load.output_tokens} tokens each\n{machine['device']}, {machine['capability']}"
+        f"{Path(job.model).name} in vLLM: {load.requests} requests, {load.at_once} at once, {answers}\n"
+        f"{machine['device']}, {machine['capability']}"
     )
     plots.draw(rows(ours), title, picture)
     console.print(str(picture), highlight=False)
@@ -55,7 +56,7 @@ def _show(console: Console, found: list[Row]) -> None:
     for row in found:
         table.add_row(
             f"{row.prompt_tokens:,}", row.kind, f"{row.ttft:.2f} s", "{:.2f} to {:.2f} s".format(*row.ttft_range),
-            "" if row.itl is None else f"{1000 * row.itl:.0f} ms", f"{row.throughput:.1f}",
+            "" if row.itl is None else f"{1000 * row.itl:.0f} ms", f"{row.throughput:.3g}",
         )  # fmt: skip
     console.print(table)
     by = {(row.prompt_tokens, row.kind): row for row in found}

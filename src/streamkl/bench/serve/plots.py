@@ -15,13 +15,15 @@ STYLES = {DENSE: ("o", "#1f77b4"), SPARSE: ("s", "#d95f02")}
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    """One panel each; lines are dense and sparse servers."""
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
-    values = (
+    """One panel each, but none for what was not measured; lines are dense and sparse servers."""
+    values = [
         ("time to first token (s)", lambda row: row.ttft),
         ("time between tokens (ms)", lambda row: None if row.itl is None else 1000 * row.itl),
         ("tokens of answers per second", lambda row: row.throughput),
-    )
+    ]
+    if all(row.itl is None for row in rows):  # answers of one token
+        del values[1]
+    figure, panels = plt.subplots(1, len(values), figsize=(3.7 * len(values), 3.6), layout="constrained")
     for axes, (label, value) in zip(panels, values, strict=True):
         for kind, (marker, colour) in STYLES.items():
             points = [(row.prompt_tokens, value(row)) for row in rows if row.kind == kind]
@@ -35,8 +37,8 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    panels[0].legend(frameon=False)
-    figure.suptitle(title, fontsize=10)
+    panels[0].legend(frameon=False, loc="upper left")
+    figure.suptitle(title, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
