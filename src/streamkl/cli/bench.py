@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -343,6 +344,9 @@ def serve(
         raise UserError(
             "--topk and --decode are for --indexers: a model that was saved sparse is served as it was saved"
         )
+    config = Path(model) / "config.json"
+    if indexers is None and config.exists() and not json.loads(config.read_text()).get("streamkl"):
+        raise UserError(f"{model} was not saved sparse: name its indexers by --indexers")
     sparse: dict[str, Any] = {} if indexers is None else {"indexers": str(indexers.resolve()), "decode": decode}
     if topk:
         sparse["selector"] = {"kind": "indexer", "topk": topk, "query_block": query_block}

@@ -51,7 +51,7 @@ def checks(dtype: str, backend: str = "") -> Iterator[Outcome]:
         yield _compare("all keys, beside dense attention", dense, every, dtype)
         decoded = answers({"selector": ALL, "decode": "sparse"})
         yield _compare("all keys for decoded tokens, too", dense, decoded, dtype)
-        whole, again = asked({"selector": SOME}, 2, enable_prefix_caching=True)
+        whole, again = asked({"selector": SOME}, 2, enable_prefix_caching=True, block_size=128)
         cached = sum(answer.cached for answer in again)
         found = _compare(f"prompts with {cached} tokens cached", whole, again, dtype)
         found.passed &= cached > 0

@@ -24,6 +24,14 @@ def test_a_last_token_of_a_prompt_is_a_prompt_and_not_a_decode() -> None:
     assert found.dense.tolist() == [0, 3]
 
 
+def test_requests_that_pad_a_batch_are_in_neither_part() -> None:
+    """vLLM pads the starts and the lengths, and says of the others alone whether they are prompts."""
+    starts, lengths = torch.tensor([0, 1, 2, 2, 2]), torch.tensor([40, 70, 0, 0])
+    found = split(starts, lengths, PAGES, torch.tensor([False, False]), 32, sparse_decode=False)
+    assert found.dense.tolist() == [0, 1]
+    assert found.sparse == []
+
+
 def test_with_sparse_decode_every_request_selects_keys() -> None:
     found = split(STARTS, LENGTHS, PAGES, None, 32, sparse_decode=True)
     assert found.dense.tolist() == []

@@ -33,6 +33,12 @@ def test_the_oracle_under_tensor_parallelism_is_refused(tiny) -> None:
         started(tiny().path, {"selector": {"kind": "oracle", "topk": 64, "query_block": 32}}, tensor_parallel_size=2)
 
 
+def test_indexers_under_pipeline_parallelism_are_refused(tiny) -> None:
+    model = tiny()
+    with pytest.raises(ValueError, match="of which a rank of pipeline parallelism has a part"):
+        started(model.path, {"indexers": str(model.indexers)}, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize(
     ("streamkl", "sentence"),
     [

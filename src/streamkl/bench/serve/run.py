@@ -16,8 +16,8 @@ from streamkl.bench.machine import facts
 from streamkl.bench.serve.records import DENSE, SPARSE, Load, Served
 from streamkl.bench.serve.server import VLLM, ServerError, serving
 
-WARM_UP = 1 << 20
-"""The seed of requests that are not measured; measured ones have the number of their round."""
+SEEDS = 1000
+"""Seeds of the prompts of a length: one for each round, and the last for requests that are not measured."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Job:
 
     def overrides(self, kind: str) -> list[str]:
         """The argument of ``vllm serve`` that makes a server dense or sparse."""
-        if bool(self.sparse) == (kind == DENSE):
-            return []  # as the model is
-        return ["--hf-overrides", json.dumps({"streamkl": self.sparse or None})]
+        if kind == SPARSE and not self.sparse:
+            return []  # as the model was saved
+        return ["--hf-overrides", json.dumps({"streamkl": self.sparse if kind == SPARSE else None})]
 
 
 def run(job: Job, before: list[Served], say: Callable[[str], None]) -> Iterator[Served]:
@@ -76,9 +76,12 @@ def run(job: Job, before: list[Served], say: Callable[[str], None]) -> Iterator[
                 for load in missing:
                     said = f"{named}: prompts of {load.prompt_tokens:,} tokens"
                     say(f"{said}, to warm up")
-                    send(address, job.model, Load(load.prompt_tokens, load.output_tokens, 1, 1), WARM_UP)
+                    # Prompts of one seed begin with the same tokens, which the server would have in its cache.
+                    seed = SEEDS * load.prompt_tokens
+                    warm_up = Load(load.prompt_tokens, load.output_tokens, 1, 1)
+                    send(address, job.model, warm_up, seed + SEEDS - 1)
                     say(said)
-                    yield _record(job, kind, number, load, send(address, job.model, load, number))
+                    yield _record(job, kind, number, load, send(address, job.model, load, seed + number))
 
 
 def send(address: str, model: str, load: Load, seed: int) -> dict[str, Any]:

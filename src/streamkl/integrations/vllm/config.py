@@ -57,7 +57,8 @@ def make_sparse(vllm_config: Any, settings: Settings) -> None:
     Raises:
         ValueError: Something of the config is not supported.
     """
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]  # an extra
+    from vllm.logger import init_logger  # pyright: ignore[reportMissingImports]  # an extra
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     check(vllm_config, settings)
     config = vllm_config.model_config.hf_config
@@ -65,6 +66,10 @@ def make_sparse(vllm_config: Any, settings: Settings) -> None:
         name if name.startswith(SPARSE) else f"{SPARSE}{name}" for name in vllm_config.model_config.architectures
     ]
     vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    selector = settings.selector
+    init_logger(f"vllm.{__name__}").info(
+        "Prompts attend to %d keys, selected for blocks of %d queries", selector.topk, selector.query_block
+    )
     compilation = vllm_config.compilation_config
     if current_platform.is_cuda_alike():
         logger.warning("Sparse prefill has not been run on a GPU yet: check it by `streamkl selfcheck --vllm`")
@@ -106,6 +111,11 @@ def check(vllm_config: Any, settings: Settings) -> None:
         (
             isinstance(settings.selector, OracleSelector) and settings.selector.per_kv_head,
             "sparse prefill in vLLM has one selection for all heads: take 'per_kv_head' out of the selector",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1 and settings.indexers is not None,
+            "indexers are for all layers of a model, of which a rank of pipeline parallelism has a part: use "
+            "--pipeline-parallel-size 1",
         ),
         (
             max(getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")) > 1,

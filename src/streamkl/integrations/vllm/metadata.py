@@ -101,9 +101,9 @@ def split(
     sparse, dense = [], []
     for n, end in enumerate(length):
         tokens = first[n + 1] - first[n]
-        prompt = tokens > 1 if is_prompt is None else bool(is_prompt[n])
-        if tokens == 0:
+        if tokens == 0:  # a request that pads the batch has no entry in is_prompt
             continue
+        prompt = tokens > 1 if is_prompt is None else bool(is_prompt[n])
         if prompt or sparse_decode:
             held = pages[n, : -(-end // page_size)]
             sparse.append(Sequence(first[n], end - tokens, end, held))

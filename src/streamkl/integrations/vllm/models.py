@@ -110,9 +110,9 @@ def make_sparse(modules: dict[int, Any], settings: Settings, hidden_dim: int) ->
 
 def fingerprint(modules: dict[int, Any]) -> Tensor:
     """The first weights of the first query projection; empty if they are quantised, or of another rank."""
-    weight = modules[min(modules)].qkv_proj.weight
+    weight = getattr(modules[min(modules)].qkv_proj, "weight", None)
     rank = getattr(modules[min(modules)].qkv_proj, "tp_rank", 0)
-    if rank or not weight.is_floating_point() or weight.is_meta:
+    if rank or weight is None or not weight.is_floating_point() or weight.is_meta:
         return torch.empty(0)
     return weight.detach().flatten()[:64].float().cpu()
 
