@@ -142,5 +142,5 @@ def test_the_help_names_every_suite_and_no_type_of_python() -> None:
 def test_serving_a_model_that_has_no_indexers_is_refused_without_a_folder_of_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     result = bench("serve", str(tmp_path))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "was not saved sparse: name its indexers by --indexers" in shown(result)
