@@ -35,7 +35,7 @@ ANSWER = 7
 
 def ranks(p: Tensor, first: int) -> Tensor:
     """The best rank of each key among the keys before ``first`` by any query, ``[keys]``; ``p [queries, keys]``."""
-    order = p[:, :first].argsort(-1, descending=True, stable=True)
+    order = torch.argsort(p[:, :first], dim=-1, descending=True, stable=True)
     return torch.empty_like(order).scatter_(1, order, torch.arange(first).expand_as(order)).amin(0)
 
 
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=[f"{rule}:512:64" for rule in RULES])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--contexts", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0, help="the first context; processes may share the contexts")
     given = parser.parse_args()
     subject = Subject(given.model, {"indexers": given.indexers}, dtype=torch.float32)
     indexers, model = subject.indexers["indexers"], subject.model
@@ -123,7 +124,7 @@ def main() -> None:
     found: dict[str, dict[int, bool]] = {way: {} for way in given.ways}
     for line in map(json.loads, lines):
         found.setdefault(line["way"], {})[line["number"]] = line["right"]
-    for number in range(given.contexts):
+    for number in range(given.first, given.contexts):
         missing = [way for way in given.ways if number not in found[way]]
         if not missing:
             continue
@@ -136,7 +137,8 @@ def main() -> None:
             sparsify(
                 model, replace(whole, topk=int(topk), query_block=int(block), rule=rule), indexers, decode="sparse"
             )
-            cache.crop(given.tokens - LAST)
+            if added := cache.get_seq_length() - (given.tokens - LAST):  # by the way before
+                cache.crop(-added)
             token, new = ids[:, -LAST:], []
             for _ in range(ANSWER):
                 out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from streamkl import dense_attention
-from streamkl.dense_attention import causal_attention, compressed_attention, merged, window_attention
+from streamkl.dense_attention import causal_attention, compressed_attention, merged, window_attention, with_rest
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,3 +89,10 @@ def test_compressed_keys_are_seen_from_their_last_token_on(key_span: int, tokens
         first = slice(0, key_span - 1)
         assert torch.equal(both[:, :, first], other[:, :, first, :12])
         assert torch.equal(both_lse[:, :, first], other_lse[:, :, first])
+
+
+def test_the_gradient_of_a_rest_with_a_small_share_keeps_its_digits() -> None:
+    lse, rest = torch.tensor([20.0, 3.0, -20.0]), torch.zeros(3, requires_grad=True)
+    (ours,) = torch.autograd.grad(with_rest(torch.ones(3, 1), lse, rest).sum(), rest)
+    lse = lse.double()
+    torch.testing.assert_close(ours.double(), -torch.sigmoid(lse) * torch.sigmoid(-lse), rtol=1e-6, atol=0)

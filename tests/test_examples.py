@@ -113,7 +113,22 @@ def test_generation_example_is_dense_again_at_the_end() -> None:
     assert answers["all keys again"] == answers["all keys"]
 
 
-@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="the novels come in a Debian package")
+needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="the texts come in Debian packages")
+
+
+def debian_package(folder: Path, files: dict[str, bytes]) -> Path:
+    """A package of these files, by their paths."""
+    control = "Package: texts\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: texts\n"
+    for name, content in {**files, "DEBIAN/control": control.encode()}.items():
+        path = folder / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    package = folder / "texts.deb"
+    subprocess.run(["dpkg-deb", "--build", str(folder / "package"), str(package)], check=True, capture_output=True)
+    return package
+
+
+@needs_dpkg
 def test_novels_are_read_from_a_debian_package(tmp_path: Path) -> None:
     def string(text: str) -> bytes:
         return struct.pack(">2i", 9, len(text)) + text.encode()
@@ -121,18 +136,26 @@ def test_novels_are_read_from_a_debian_package(tmp_path: Path) -> None:
     lines = ["NORTHANGER ABBEY", "", "No one who had ever", "seen her.", "", "Second."]
     vector = struct.pack(">2i", 16, len(lines)) + b"".join(map(string, lines))
     record = b"X\n" + struct.pack(">4I", 3, 0, 0, 5) + b"UTF-8" + vector
-    data = tmp_path / "package" / "usr" / "lib" / "R" / "site-library" / "janeaustenr" / "data"
-    data.mkdir(parents=True)
-    (data / "Rdata.rdb").write_bytes(struct.pack(">I", len(record)) + zlib.compress(record))
-    (tmp_path / "package" / "DEBIAN").mkdir()
-    control = "Package: novels\nVersion: 1\nArchitecture: all\nMaintainer: nobody\nDescription: novels\n"
-    (tmp_path / "package" / "DEBIAN" / "control").write_text(control)
-    package = tmp_path / "novels.deb"
-    subprocess.run(["dpkg-deb", "--build", str(tmp_path / "package"), str(package)], check=True, capture_output=True)
+    database = struct.pack(">I", len(record)) + zlib.compress(record)
+    package = debian_package(tmp_path, {"usr/lib/R/site-library/janeaustenr/data/Rdata.rdb": database})
     main = runpy.run_path(str(ROOT / "examples" / "austen.py"))["main"]
     (written,) = main(package, tmp_path / "books")
     assert written.name == "northanger-abbey.txt"
     assert written.read_text() == "NORTHANGER ABBEY\n\nNo one who had ever seen her.\n\nSecond.\n"
+
+
+@needs_dpkg
+def test_a_handbook_is_read_from_a_debian_package_but_for_what_is_not_translated(tmp_path: Path) -> None:
+    german = b'<div class="para">Ein <code>Wort</code>:<div class="note">Beiwerk</div> und\n mehr.</div>'
+    english = b'<div class="para">Not translated.</div>'
+    html = "usr/share/doc/debian-handbook/html"
+    files = {f"{html}/de-DE/{n}.html": german + english for n in range(5)}
+    package = debian_package(tmp_path, {**files, f"{html}/en-US/0.html": english})
+    main = runpy.run_path(str(ROOT / "examples" / "handbook.py"))["main"]
+    main(package, tmp_path / "new", "de-DE")
+    assert (tmp_path / "new" / "train" / "0.txt").read_text() == "Ein Wort:\n\nund mehr.\n"
+    assert "Not translated." in (tmp_path / "new" / "test" / "4.txt").read_text()
+    assert len(list((tmp_path / "new").glob("*/*.txt"))) == 5
 
 
 def test_every_example_says_how_it_is_started_and_is_run_by_a_test() -> None:

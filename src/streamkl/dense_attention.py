@@ -107,7 +107,9 @@ def with_rest(output: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
         lse: ``[...]``: the log-sum-exp of their logits.
         rest: The same of what else the softmax covers, such as the logit of a sink; broadcast to ``lse``.
     """
-    return (output * torch.sigmoid(lse - rest)[..., None]).to(output.dtype)
+    # The sigmoid of the difference, but with a gradient that holds where a share is small: torch's is y * (1 - y).
+    share = torch.nn.functional.logsigmoid(lse - rest).exp()
+    return (output * share[..., None]).to(output.dtype)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

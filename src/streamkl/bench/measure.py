@@ -23,17 +23,19 @@ def alternate(
     budget: float,
     ready: Callable[[K], None] = lambda _: None,
     finish: Callable[[], None] = lambda: None,
+    rounds: int = LEAST_ROUNDS,
 ) -> dict[K, list[float]]:
     """Seconds of each call: they alternate, so that a machine that slows down slows them all.
 
     Every call runs once untimed. Rounds then run all calls, in alternating order, until their common budget is used up
-    (but at least five rounds), or for fifty rounds.
+    (but at least ``rounds``), or for fifty rounds.
 
     Args:
         calls: The calls to time.
         budget: Seconds per call, on average.
         ready: Called, untimed, before each call.
         finish: Called, timed, after each call: waits for an asynchronous device.
+        rounds: The least number of rounds.
     """
     seconds: dict[K, list[float]] = {key: [] for key in calls}
     for key, call in calls.items():
@@ -45,7 +47,7 @@ def alternate(
     gc.disable()
     try:
         for turn in range(MOST_ROUNDS):
-            if turn >= LEAST_ROUNDS and sum(map(sum, seconds.values())) >= budget * len(calls):
+            if turn >= rounds and sum(map(sum, seconds.values())) >= budget * len(calls):
                 break
             for key in calls if turn % 2 == 0 else reversed(calls):
                 ready(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -294,10 +295,11 @@ def layer(
     model: str = typer.Argument("Qwen3-0.6B", help="Whose heads, e.g. Qwen3-0.6B or SmolLM2-135M."),
     tokens: int = typer.Option(32768, help="Queries and keys."),
     topk: int = typer.Option(2048, help="How many keys are selected per query block."),
-    query_block: int = typer.Option(64, help="How many queries share their top-k."),
+    query_block: list[int] = typer.Option([64], help="How many queries share their top-k; several with spaces."),  # noqa: B008
     index_dim: int = typer.Option(128, help="Width of the indexer's one head."),
     training: bool = typer.Option(False, help="Forward and backward of attention, with gradients to q, k and v."),
     seconds: float = typer.Option(10.0, help="Seconds of repetitions of each."),
+    rounds: int = typer.Option(5, help="The least number of repetitions, after an untimed one."),
 ) -> None:
     """One layer's selection and sparse attention beside dense attention, bfloat16, causal."""
     from streamkl.bench.gate import RedGateError
@@ -307,13 +309,21 @@ def layer(
 
     _check([model], MODELS, "a model")
     try:
-        found = measure(Layer(MODELS[model], tokens, topk, query_block, index_dim, training=training), seconds)
+        job = Layer(MODELS[model], tokens, topk, tuple(query_block), index_dim, training=training)
+        found = measure(job, seconds, rounds)
     except RedGateError as error:
         _console().print(f"[bold red]Wrong results, so no figures:[/] {error}", highlight=False)
         sys.exit(1)
-    for name, value in found._asdict().items():
-        typer.echo(f"{name:10} {1000 * value:10,.1f} ms {value / found.sdpa:8.3f}")
-    typer.echo(f"selection and attention: {found.ratio:.3f} of dense attention")
+    typer.echo(f"medians of {len(found.sdpa)} rounds, with the least and the most")
+    typer.echo(f"dense attention {_spread(found.sdpa, 's')}")
+    for block in job.query_blocks:
+        taken = f"selection {_spread(found.selection[block], 's')}, attention {_spread(found.attention[block], 's')}"
+        typer.echo(f"query blocks of {block}: {taken}: {_spread(found.ratios(block))} of dense attention")
+
+
+def _spread(values: list[float], unit: str = "") -> str:
+    """A median with the least and the most."""
+    return f"{statistics.median(values):.3f}{unit} ({min(values):.3f} to {max(values):.3f})"
 
 
 @app.command(cls=ManyValues)

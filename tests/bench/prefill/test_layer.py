@@ -8,14 +8,17 @@ from streamkl.bench.models import Layout
 from streamkl.bench.prefill import layer
 from streamkl.cli import app
 
-SMALL = layer.Layer(Layout(4, 2, 32), tokens=256, topk=64, query_block=32, index_dim=32)
+SMALL = layer.Layer(Layout(4, 2, 32), tokens=256, topk=64, query_blocks=(32, 1), index_dim=32)
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_three_things_are_timed(training: bool) -> None:
-    seconds = layer.run(SMALL._replace(training=training), budget=0.01)
-    assert min(seconds) > 0
-    assert seconds.ratio == pytest.approx((seconds.selection + seconds.attention) / seconds.sdpa)
+    times = layer.run(SMALL._replace(training=training), budget=0.0, rounds=2)
+    assert len(times.sdpa) == 2
+    for block in SMALL.query_blocks:
+        assert min(times.selection[block] + times.attention[block]) > 0
+        last = (times.selection[block][-1] + times.attention[block][-1]) / times.sdpa[-1]
+        assert times.ratios(block)[-1] == pytest.approx(last)
 
 
 def test_a_wrong_attention_is_not_timed(monkeypatch) -> None:
@@ -39,8 +42,10 @@ def test_neither_is_one_with_wrong_gradients(monkeypatch) -> None:
 
 def test_the_command_prints_the_ratio_and_refuses_an_unknown_model() -> None:
     result = CliRunner().invoke(
-        app, ["bench", "layer", "SmolLM2-135M", "--tokens", "300", "--topk", "64", "--seconds", "0.01"]
-    )
+        app, ["bench", "layer", "SmolLM2-135M", "--tokens", "300", "--topk", "64", "--seconds", "0", "--rounds", "2",
+              "--query-block", "64", "1"]
+    )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "of dense attention" in result.output
+    assert "medians of 2 rounds" in result.output
+    assert "query blocks of 1: selection" in result.output
     assert "SmolLM2-135M" in CliRunner().invoke(app, ["bench", "layer", "nothing"]).output

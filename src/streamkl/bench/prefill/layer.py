@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,52 +23,54 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Layer(NamedTuple):
     """The measured layer: ``tokens`` of a layout of heads, ``topk`` keys per query block, a one-head indexer.
 
-    With ``training`` attention is a forward and a backward, with gradients to queries, keys and values.
+    All of ``query_blocks`` are measured beside the same dense attention. With ``training`` attention is a forward and a
+    backward, with gradients to queries, keys and values.
     """
 
     layout: Layout
     tokens: int
     topk: int = 2048
-    query_block: int = 64
+    query_blocks: tuple[int, ...] = (64,)
     index_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     training: bool = False
 
 
-class Seconds(NamedTuple):
-    """Medians."""
+class Times(NamedTuple):
+    """Seconds of each round: of dense attention, and per query block of selection and of sparse attention."""
 
-    sdpa: float
-    selection: float
-    attention: float
+    sdpa: list[float]
+    selection: dict[int, list[float]]
+    attention: dict[int, list[float]]
 
-    @property
-    def ratio(self) -> float:
-        """Selection and attention over dense attention."""
-        return (self.selection + self.attention) / self.sdpa
+    def ratios(self, query_block: int) -> list[float]:
+        """Selection and attention over dense attention, per round."""
+        rounds = zip(self.selection[query_block], self.attention[query_block], self.sdpa, strict=True)
+        return [(selection + attention) / dense for selection, attention, dense in rounds]
 
 
-def run(layer: Layer, budget: float) -> Seconds:
+def run(layer: Layer, budget: float, rounds: int = measure.LEAST_ROUNDS) -> Times:
     """Measures dense attention, selection and sparse attention, in alternation.
 
     Args:
         layer: The layer.
         budget: Seconds for each, on average.
+        rounds: The least number of rounds.
     """
     check(layer)
     q, k, v, index_q, index_k = _drawn(layer)
     # As transformers does: key heads are repeated, since this kernel needs as many as query heads.
     keys, values = (x.repeat_interleave(layer.layout.heads // layer.layout.kv_heads, 1) for x in (k, v))
-    indices = index_topk(index_q, index_k, topk=layer.topk, query_block=layer.query_block)
-    times = measure.alternate(
-        {
-            "sdpa": _step(layer, _dense, q, keys, values),
-            "selection": lambda: index_topk(index_q, index_k, topk=layer.topk, query_block=layer.query_block),
-            "attention": _step(layer, _sparse(layer, indices), q, k, v),
-        },
-        budget,
+    calls: dict[tuple[str, int], Callable[[], Any]] = {("sdpa", 0): _step(layer, _dense, q, keys, values)}
+    for block in layer.query_blocks:
+        select = partial(index_topk, index_q, index_k, topk=layer.topk, query_block=block)
+        calls["selection", block] = select
+        calls["attention", block] = _step(layer, _sparse(select(), block), q, k, v)
+    times = measure.alternate(calls, budget, rounds=rounds)
+    selection, attention = (
+        {block: times[name, block] for block in layer.query_blocks} for name in ("selection", "attention")
     )
-    return Seconds(*(statistics.median(times[name]) for name in Seconds._fields))
+    return Times(times["sdpa", 0], selection, attention)
 
 
 def check(layer: Layer) -> None:
@@ -78,29 +80,30 @@ def check(layer: Layer) -> None:
     """
     small = layer._replace(tokens=min(layer.tokens, GATE_TOKENS))
     q, k, v, index_q, index_k = _drawn(small)
-    indices = index_topk(index_q, index_k, topk=small.tokens, query_block=small.query_block)
     group = small.layout.heads // small.layout.kv_heads
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _dense(q, *(x.repeat_interleave(group, 1) for x in (k, v)))
 
-    found = _step(small, _sparse(small, indices), q, k, v)()
     theirs, exact = _step(small, dense, q, k, v)(), _step(small, dense, q.double(), k.double(), v.double())()
-    for what, ours, rounded, right in zip(("outputs", "dq", "dk", "dv"), found, theirs, exact, strict=False):
-        error, allowed = (ours.double() - right).abs().max(), 2 * (rounded.double() - right).abs().max()
-        if not error <= allowed + torch.finfo(layer.dtype).eps * right.abs().max():
-            raise RedGateError(
-                f"with all keys selected, attention errs by {error:.1e} in its {what}, and dense attention by "
-                f"{allowed / 2:.1e}"
-            )
+    for block in small.query_blocks:
+        indices = index_topk(index_q, index_k, topk=small.tokens, query_block=block)
+        found = _step(small, _sparse(indices, block), q, k, v)()
+        for what, ours, rounded, right in zip(("outputs", "dq", "dk", "dv"), found, theirs, exact, strict=False):
+            error, allowed = (ours.double() - right).abs().max(), 2 * (rounded.double() - right).abs().max()
+            if not error <= allowed + torch.finfo(layer.dtype).eps * right.abs().max():
+                raise RedGateError(
+                    f"with all keys selected, attention errs by {error:.1e} in its {what}, and dense attention by "
+                    f"{allowed / 2:.1e}"
+                )
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _sparse(layer: Layer, indices: Tensor) -> Attention:
-    return lambda q, k, v: sparse_attention(q, k, v, indices, query_block=layer.query_block)
+def _sparse(indices: Tensor, query_block: int) -> Attention:
+    return lambda q, k, v: sparse_attention(q, k, v, indices, query_block=query_block)
 
 
 def _step(layer: Layer, attention: Attention, *tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:

@@ -5,6 +5,7 @@ namespace streamkl::cpu {
 namespace {
 
 constexpr int64_t kGatheredBytes = 1 << 13;  // of keys that are multiplied at once: they stay in the first-level cache
+constexpr int64_t kRowsAhead = 8;            // keys, and gradients of keys, that are fetched before they are needed
 constexpr int64_t kFew = 4;                  // heads whose gradients of keys are added up without a product
 
 // Transposes rows of sixteen lanes into columns or back, for `most` rows or columns.
@@ -80,7 +81,7 @@ class TypedGatheredSide final : public GatheredSide {
       P* pairs = for_gradient_ ? group.key_pairs.reserve(kSelected * pack_.pairs_stride()) : nullptr;
       for (int64_t j = 0; j < count; j += chunk_) {
         const int64_t live = std::min(chunk_, count - j), padded = round_up(live, kLanes);
-        gather(from, keys + j, live);
+        gather(from, keys + j, live, count - j);
         if (for_gradient_) pack_.pairs(gathered_.data(), padded, pairs + j * pack_.pairs_stride());
         multiply(group, padded, x + (group.first - first_) * kSelected + j);
       }
@@ -123,12 +124,15 @@ class TypedGatheredSide final : public GatheredSide {
  private:
   int64_t padded() const { return round_up(count_, kLanes); }
 
-  // gathered_[keys, width], and zeros after the last one, up to whole lanes.
-  void gather(const T* from, const int64_t* keys, int64_t count) {
+  // gathered_[keys, width], and zeros after the last one, up to whole lanes. `following` keys are known from the first.
+  void gather(const T* from, const int64_t* keys, int64_t count, int64_t following) {
     const Pack pack = pack_;  // in registers: a store might alias the member
     const int64_t token = k_strides_.token, stride = k_strides_.dim;
     P* to = gathered_.data();
-    for (int64_t j = 0; j < count; j++, to += pack.width) pack.copy_row(from + keys[j] * token, stride, to);
+    for (int64_t j = 0; j < count; j++, to += pack.width) {
+      if (j + kRowsAhead < following) fetch(from + keys[j + kRowsAhead] * token, pack.dim * sizeof(T));
+      pack.copy_row(from + keys[j] * token, stride, to);
+    }
     std::fill_n(to, (round_up(count, kLanes) - count) * pack.width, P(0.0f));
   }
 
@@ -169,6 +173,7 @@ class TypedGatheredSide final : public GatheredSide {
     const int64_t dim = pack_.padded_dim;
     const float* q = group.q.data();
     for (int64_t j = 0; j < count_; j++) {
+      if (j + kRowsAhead < count_) fetch(dk + selected_[j + kRowsAhead] * dim, dim * sizeof(float));
       float* to = dk + selected_[j] * dim;
       for (int64_t c = 0; c < dim; c += kLanes) {
         Lanes sum = load(to + c);
@@ -189,6 +194,7 @@ class TypedGatheredSide final : public GatheredSide {
       at::native::cpublas::brgemm(
           keys, dim, round_up(group.heads(), kPair), heads, pack_.pairs_stride(), dim, false, left, group.pairs.data(), sums, kVnni);
       for (int64_t n = 0; n < live; n++) {
+        if (j + n + kRowsAhead < count_) fetch(dk + selected_[j + n + kRowsAhead] * dim, dim * sizeof(float));
         float* to = dk + selected_[j + n] * dim;
         for (int64_t c = 0; c < dim; c += kLanes) store(to + c, load(to + c) + load(sums + n * dim + c));
       }

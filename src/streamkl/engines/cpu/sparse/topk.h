@@ -23,10 +23,17 @@ class TopK {
   void select(float* scores, int64_t count, int64_t first, int32_t* keys) {
     std::fill(scores + count, scores + round_up(count, kLanes), -kInf);
     int32_t* values = reinterpret_cast<int32_t*>(scores);
-    for (int64_t j = 0; j < count; j += kLanes) store(values + j, ordered(load(scores + j)));
+    Ints top = Ints{} + kNone, selectable = {};
+    for (int64_t j = 0; j < count; j += kLanes) {
+      const Ints value = ordered(load(scores + j));
+      store(values + j, value);
+      top = value > top ? value : top;
+      selectable -= value > kNone;
+    }
     int32_t highest = kNone;
-    for (int64_t j = 0; j < count; j++) highest = std::max(highest, values[j]);
-    const int32_t least = threshold(values, count, highest);
+    int64_t total = 0;
+    for (int64_t l = 0; l < kLanes; l++) highest = std::max(highest, top[l]), total += selectable[l];
+    const int32_t least = total <= topk_ ? kNone : threshold(values, count, total, highest);
     const int64_t found = collect(values, count, least);
     sort(found, highest);
     for (int64_t n = 0; n < found; n++) keys[n] = static_cast<int32_t>(first + static_cast<uint32_t>(best_[n]));
@@ -36,6 +43,7 @@ class TopK {
  private:
   static constexpr int32_t kNone = static_cast<int32_t>(0x807fffffu);  // -inf as an integer
   static constexpr int kDigit = 8;
+  static constexpr int64_t kFirstStep = int64_t(1) << 20;  // an eighth of a score
 
   static int64_t above(const int32_t* values, int64_t count, int32_t least) {
     int32_t n = 0;
@@ -44,16 +52,47 @@ class TopK {
   }
 
   // All scores above it are selected; the places that are left go to scores equal to it. Found by bisection, which ends
-  // early when exactly topk lie above.
-  int32_t threshold(const int32_t* values, int64_t count, int32_t highest) const {
-    if (above(values, count, kNone) <= topk_) return kNone;
-    int64_t low = kNone, high = highest;  // more than topk lie above low, at most topk above high
+  // early when exactly topk lie above. Neighbours are alike: it begins at the last threshold and moves away from it in
+  // growing steps until it has bounds on both sides. Once few scores lie between its bounds, it looks at them alone.
+  int32_t threshold(const int32_t* values, int64_t count, int64_t total, int32_t highest) {
+    int64_t low = kNone, high = highest;      // more than topk lie above low, at most topk above high:
+    int64_t over_low = total, over_high = 0;  // so many
+    int64_t outside = 0;                      // of them are not looked at any more
+    int64_t middle = last_, step = kFirstStep;
     while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2, n = above(values, count, static_cast<int32_t>(middle));
-      if (n == topk_) return static_cast<int32_t>(middle);
-      (n > topk_ ? low : high) = middle;
+      middle = std::clamp(middle, low + 1, high - 1);
+      const int64_t n = outside + above(values, count, static_cast<int32_t>(middle));
+      if (n == topk_) return last_ = static_cast<int32_t>(middle);
+      n > topk_ ? (low = middle, over_low = n) : (high = middle, over_high = n);
+      if (low > kNone && high < highest) middle = low + (high - low) / 2;
+      else middle += n > topk_ ? step : -step, step *= 4;
+      if (const int64_t between = over_low - over_high; between < count / 4) {
+        between_.resize(std::max<size_t>(between_.size(), between + kLanes));
+        count = move_between(values, count, static_cast<int32_t>(low), static_cast<int32_t>(high));
+        values = between_.data(), outside = over_high;
+      }
     }
-    return static_cast<int32_t>(high);
+    return last_ = static_cast<int32_t>(high);
+  }
+
+  // Writes the values in (low, high], which may be there already, to the front of between_; returns how many there are.
+  int64_t move_between(const int32_t* values, int64_t count, int32_t low, int32_t high) {
+    int64_t found = 0;
+    for (int64_t j = 0; j < count; j += kLanes) {
+#ifdef __AVX512F__
+      const Ints value = load<Ints>(values + j);
+      const __mmask16 mask = _mm512_movepi32_mask((__m512i)((value > low) & (value <= high)));
+      store(between_.data() + found, _mm512_maskz_compress_epi32(mask, (__m512i)value));
+      found += __builtin_popcount(mask);
+#else
+      for (int64_t i = j; i < j + kLanes; i++) {
+        between_[found] = values[i];
+        found += values[i] > low && values[i] <= high;
+      }
+#endif
+    }
+    store(between_.data() + found, Ints{} + kNone);  // up to whole lanes
+    return found;
   }
 
   // Appends the values for which `taken` holds, sixteen at once: a few beyond topk are written, and not counted.
@@ -103,7 +142,8 @@ class TopK {
   }
 
   const int64_t topk_;
-  std::vector<int32_t> values_, places_;
+  int32_t last_ = 0;  // the last threshold
+  std::vector<int32_t> values_, places_, between_;
   std::vector<uint64_t> best_, other_;  // distance below the highest value, and place
 };
 

@@ -323,8 +323,8 @@ def keys_kernel(
     if WANT.a:
         kv = sequence.batch.to(tl.int64) * (heads // A.per_kv) + first_head // A.per_kv
         index = kv * support.nk + tokens  # [KEYS]
-        store_rows(out.dk_a + index * A.dim, exist, dk_a * factors.a, piece.first_a, A.dim, A.grad, WANT.atomic_a)
+        store_rows(out.dk_a + index * A.dim, exist, dk_a * factors.a, piece.first_a, A, WANT.atomic_a)
     if WANT.b:
         kv = sequence.batch.to(tl.int64) * (heads // B.per_kv) + first_head // B.per_kv
         index = kv * support.nk + tokens  # [KEYS]
-        store_rows(out.dk_b + index * B.dim, exist, dk_b * factors.b, piece.first_b, B.dim, B.grad, WANT.atomic_b)
+        store_rows(out.dk_b + index * B.dim, exist, dk_b * factors.b, piece.first_b, B, WANT.atomic_b)

@@ -39,6 +39,7 @@ from streamkl.engines.triton.kernels.tile.products import (
     head_weights,
     held,
     product,
+    rounded,
     unheld,
     weight_pointers,
     zeros,
@@ -251,15 +252,16 @@ def queries_kernel(
     if WANT.a:
         factor = gradient_factor(a.scale, stats.weight_divisor, dtype_a, BOOST_A, WANT.half)
         dq_a = tl.where(values.live[:, None], gradients.dq_a * factor, 0.0)
-        store_rows(out.dq_a + index * A.dim, rows.exist, dq_a, piece.first_a, A.dim, A.grad, False)
+        store_rows(out.dq_a + index * A.dim, rows.exist, dq_a, piece.first_a, A, False)
     if B.heads > 0:
         index = (split.to(tl.int64) * counts.rows + sequence.batch.to(tl.int64) * support.nq) * B.heads
         index += (head.to(tl.int64) * support.nq + sequence.q_start) + rows.queries
         if B.weighted:
             factor = gradient_factor(1.0, stats.weight_divisor, tl.float32, BOOST_B, WANT.half)
             dw = tl.where(values.live, gradients.dw * factor, 0.0)
-            tl.store(out.dw_b + index, dw.to(out.dw_b.dtype.element_ty), mask=rows.exist & piece.is_first)
+            dw = rounded(dw, out.dw_b.dtype.element_ty, B.upcast)
+            tl.store(out.dw_b + index, dw, mask=rows.exist & piece.is_first)
     if WANT.b:
         factor = gradient_factor(b.scale, stats.weight_divisor, dtype_b, BOOST_B, WANT.half) * index_divisor
         dq_b = tl.where(values.live[:, None], gradients.dq_b * factor, 0.0)
-        store_rows(out.dq_b + index * B.dim, rows.exist, dq_b, piece.first_b, B.dim, B.grad, False)
+        store_rows(out.dq_b + index * B.dim, rows.exist, dq_b, piece.first_b, B, False)

@@ -44,6 +44,7 @@ from streamkl.engines.triton.kernels.tile.products import (
     held,
     log2_probabilities,
     product,
+    rounded,
     unheld,
     weight_pointers,
     zeros,
@@ -173,7 +174,7 @@ def gathered_gradient_kernel(
             d = derivative_a(tile_a, tile_b, values, allowed, a, A)  # [ROWS, KEYS]
             dq_a = dot_add(d, gradient_columns(k_a, piece.first_a, A, True), dq_a, A.upcast)  # [ROWS, GRAD]
             dk = dot(tl.trans(d), q_columns_a, A.upcast) * factors.a  # [KEYS, GRAD]
-            store_rows(out.dk_a + (dk_index_a + keys) * A.dim, exist, dk, piece.first_a, A.dim, A.grad, True)
+            store_rows(out.dk_a + (dk_index_a + keys) * A.dim, exist, dk, piece.first_a, A, True)
         if WANT.b:
             d = derivative_b(tile_a, tile_b, values, allowed, b, B, GROUP)  # [DISTRIBUTIONS, KEYS]
             if not PAIRED:
@@ -184,7 +185,7 @@ def gathered_gradient_kernel(
                 d = head_derivative(d, head_x, w, threshold, factors.index_divisor, b.q.ptr.dtype.element_ty, B)
             dq_b = dot_add(d, gradient_columns(k_b, piece.first_b, B, True), dq_b, B.upcast)  # [ROWS, GRAD]
             dk = dot(tl.trans(d), q_columns_b, B.upcast) * factors.b  # [KEYS, GRAD]
-            store_rows(out.dk_b + (dk_index_b + keys) * B.dim, exist, dk, piece.first_b, B.dim, B.grad, True)
+            store_rows(out.dk_b + (dk_index_b + keys) * B.dim, exist, dk, piece.first_b, B, True)
 
     if WANT.loss:
         stored = rows.exist & piece.is_first & (PAIRED | (part == 0))
@@ -192,10 +193,10 @@ def gathered_gradient_kernel(
         tl.store(out.sum_acc + rows.index, tl.where(values.live, sum_acc, 0.0), mask=stored)
     if WANT.a:
         dq_a = tl.where(live_heads[:, None], dq_a * factors.a, 0.0)
-        store_rows(out.dq_a + rows.index * A.dim, rows.exist, dq_a, piece.first_a, A.dim, A.grad, False)
+        store_rows(out.dq_a + rows.index * A.dim, rows.exist, dq_a, piece.first_a, A, False)
     if WANT.b:
         dq_b = tl.where(live_heads[:, None], dq_b * factors.b, 0.0)
-        store_rows(out.dq_b + heads.index * B.dim, heads.exist, dq_b, piece.first_b, B.dim, B.grad, False)
+        store_rows(out.dq_b + heads.index * B.dim, heads.exist, dq_b, piece.first_b, B, False)
         if B.weighted:
-            dw = tl.where(live_heads, dw * factors.w, 0.0)
-            tl.store(out.dw_b + heads.index, dw.to(out.dw_b.dtype.element_ty), mask=heads.exist & piece.is_first)
+            dw = rounded(tl.where(live_heads, dw * factors.w, 0.0), out.dw_b.dtype.element_ty, B.upcast)
+            tl.store(out.dw_b + heads.index, dw, mask=heads.exist & piece.is_first)

@@ -7,7 +7,16 @@ import triton.language as tl
 
 from streamkl.engines.triton.kernels.gathered.selected import seen_columns, selected_keys
 from streamkl.engines.triton.kernels.groups import Rows, Selection, SequenceRange, Work
-from streamkl.engines.triton.kernels.tile.products import activated, dot_add, held, load_tile, product, unheld, zeros
+from streamkl.engines.triton.kernels.tile.products import (
+    activated,
+    dot_add,
+    held,
+    load_tile,
+    product,
+    rounded,
+    unheld,
+    zeros,
+)
 from streamkl.engines.triton.kernels.tile.states import NONE, exp
 from streamkl.engines.triton.kernels.tile.tiles import allowed_pairs, my_work, packed_sequence, row_pointers
 
@@ -79,7 +88,7 @@ def store_columns(to, batch, rows, sequence, x, first, VALUE: tl.constexpr):
     ptrs = row_pointers(to, batch, rows.heads, sequence.q_start + rows.queries)
     tl.store(
         ptrs[:, None] + (columns.to(tl.int64) * to.stride_dim)[None, :],
-        x.to(to.ptr.dtype.element_ty),
+        rounded(x, to.ptr.dtype.element_ty, VALUE.upcast),
         mask=rows.exist[:, None] & (columns < VALUE.dim)[None, :],
     )
 
@@ -129,15 +138,15 @@ def sparse_attention_kernel(
         l = l * alpha + tl.sum(weights, 1)
         values = unheld(key_pointers(v, work.batch, kv, sequence, number, keys, pages), key_seen, v)
         value_tile = load_tile(values, first_column, VALUE.dim, VALUE.grad, True)  # [KEYS, GRAD]
-        acc = dot_add(weights.to(v.ptr.dtype.element_ty), value_tile, acc * alpha[:, None], VALUE.upcast)
+        weights = rounded(weights, v.ptr.dtype.element_ty, VALUE.upcast)
+        acc = dot_add(weights, value_tile, acc * alpha[:, None], VALUE.upcast)
         m = new_m
     # A row that saw no key has summed pairs that are not allowed; one with a logit of nan has an `l` of nan.
     live = (m > NONE) | (l != l)
     acc = tl.where(live[:, None], tl.div_rn(acc, tl.broadcast_to(l[:, None], acc.shape)), 0.0)
-    rounded = acc.to(out.out.ptr.dtype.element_ty)
-    store_columns(out.out, work.batch, rows, sequence, rounded, first_column, VALUE)
+    store_columns(out.out, work.batch, rows, sequence, acc, first_column, VALUE)
     if out.rest is not None:
-        rest = acc - rounded.to(tl.float32)
+        rest = acc - rounded(acc, out.out.ptr.dtype.element_ty, VALUE.upcast).to(tl.float32)
         store_columns(out.rest, work.batch, rows, sequence, rest, first_column, VALUE)
     stored = rows.exist & (work.part == 0)
     tl.store(out.m + rows.index, tl.where(live, m, -float("inf")), mask=stored)

@@ -21,6 +21,7 @@ from streamkl.engines.triton.kernels.tile.products import (
     load_tile,
     log2_probabilities,
     product,
+    rounded,
     unheld,
     zeros,
 )
@@ -135,13 +136,13 @@ def attention_queries_kernel(
         v = held(v_ptrs + keys * value.k.stride_token, exist, value.k, VALUE, True)  # [KEYS, BLOCK]
         _, dx = tile_gradient(q, k, d, v, m, log2_l, delta, allowed, side, value, SIDE, VALUE)
         k_columns = finite(gradient_columns(k, first_column, SIDE, True))  # [KEYS, GRAD]
-        dq = dot_add(dx.to(k_columns.dtype), k_columns, dq, SIDE.upcast)
+        dq = dot_add(rounded(dx, k_columns.dtype, SIDE.upcast), k_columns, dq, SIDE.upcast)
         keys_seen += tl.sum(allowed.to(tl.int32), 1)
     several = tl.where(keys_seen == 1, 0.0, 1.0)
     if given.d_lse is not None:
         several = tl.full([ROWS], 1.0, tl.float32)
     dq = dq * (several * side.scale)[:, None]
-    store_rows(dq_ptr + rows.index * SIDE.dim, rows.exist, dq, first_column, SIDE.dim, SIDE.grad, False)
+    store_rows(dq_ptr + rows.index * SIDE.dim, rows.exist, dq, first_column, SIDE, False)
     stored = rows.exist & (work.part == 0)
     tl.store(rows_out.log2_l + rows.index, log2_l, mask=stored)
     tl.store(rows_out.delta + rows.index, delta, mask=stored)
@@ -211,8 +212,8 @@ def attention_keys_kernel(
         p, dx = tile_gradient(q, k, d, v, m, log2_l, delta, allowed, side, value, SIDE, VALUE)
         q_columns = finite(gradient_columns(q, first_k, SIDE, True))  # [ROWS, GRAD]
         d_columns = finite(gradient_columns(d, first_v, VALUE, True))  # [ROWS, GRAD]
-        dk = dot_add(tl.trans((dx * several[:, None]).to(q_columns.dtype)), q_columns, dk, SIDE.upcast)
-        dv = dot_add(tl.trans(p.to(d_columns.dtype)), d_columns, dv, VALUE.upcast)
+        dk = dot_add(tl.trans(rounded(dx * several[:, None], q_columns.dtype, SIDE.upcast)), q_columns, dk, SIDE.upcast)
+        dv = dot_add(tl.trans(rounded(p, d_columns.dtype, VALUE.upcast)), d_columns, dv, VALUE.upcast)
     key_index = head_index * support.nk + sequence.k_start + keys
-    store_rows(dk_ptr + key_index * SIDE.dim, key_exist, dk * side.scale, first_k, SIDE.dim, SIDE.grad, False)
-    store_rows(dv_ptr + key_index * VALUE.dim, key_exist, dv, first_v, VALUE.dim, VALUE.grad, False)
+    store_rows(dk_ptr + key_index * SIDE.dim, key_exist, dk * side.scale, first_k, SIDE, False)
+    store_rows(dv_ptr + key_index * VALUE.dim, key_exist, dv, first_v, VALUE, False)

@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 
 from streamkl.engines.triton.kernels.groups import Factors, RowValues, TileA, TileB
-from streamkl.engines.triton.kernels.tile.products import log2_probabilities, logits, product, scores, target
+from streamkl.engines.triton.kernels.tile.products import (
+    log2_probabilities,
+    logits,
+    product,
+    rounded,
+    scores,
+    target,
+)
 from streamkl.engines.triton.kernels.tile.states import IGNORED, NONE, SMALLEST, mean_of
 
 BOOST_A = tl.constexpr(64.0)
@@ -126,7 +133,7 @@ def derivative(
     d = tl.where(passes, d, 0.0)
     if dtype == tl.float16:
         d = d * BOOST
-    return d.to(dtype)
+    return rounded(d, dtype, SIDE.upcast)
 
 
 @triton.jit
@@ -175,7 +182,7 @@ def head_derivative(
         d = d * BOOST_B
     if SIDE.relu:
         d = tl.where(head_x > threshold[:, None], d, 0.0)
-    return d.to(dtype)
+    return rounded(d, dtype, SIDE.upcast)
 
 
 @triton.jit
@@ -245,15 +252,14 @@ def store_rows(
     exist,
     x,
     first,
-    DIM: tl.constexpr,
-    GRAD: tl.constexpr,
+    SIDE: tl.constexpr,
     ATOMIC: tl.constexpr,
 ):
     """Stores a finished tile of a gradient, ``[N, GRAD]``, or adds it where several programs contribute."""
-    columns = first + tl.arange(0, GRAD)
+    columns = first + tl.arange(0, SIDE.grad)
     tile_ptrs = ptrs[:, None] + columns[None, :]
-    mask = exist[:, None] & (columns < DIM)[None, :]
+    mask = exist[:, None] & (columns < SIDE.dim)[None, :]
     if ATOMIC:
         tl.atomic_add(tile_ptrs, x, mask=mask, sem="relaxed")
     else:
-        tl.store(tile_ptrs, x.to(ptrs.dtype.element_ty), mask=mask)
+        tl.store(tile_ptrs, rounded(x, ptrs.dtype.element_ty, SIDE.upcast), mask=mask)

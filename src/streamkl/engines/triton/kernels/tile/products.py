@@ -88,6 +88,15 @@ def dot(x, y, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """Float32 in a dtype, to the nearest number, as compilers do it; the interpreter drops bits of bfloat16 instead."""
+    if UPCAST and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def dot_add(x, y, acc, UPCAST: tl.constexpr):
     """``acc + x @ y`` in float32."""
     if UPCAST:
