@@ -58,6 +58,10 @@ memory:  ## measures, and draws docs/images/memory.png
 recipes: recipe-rope recipe-continual  ## attention KL between models: TEXT=books/train HELD_OUT=books/test, and NEW=, NEW_HELD_OUT= for continual learning; hours, resumable, both at once by -j2
 
 recipe-rope recipe-continual: export OMP_NUM_THREADS = 1
+# Memory that a step frees stays with the process, in huge pages: the system need not clear it again for the next step.
+recipe-rope recipe-continual: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
+recipe-rope recipe-continual: export MALLOC_MMAP_MAX_ = 0
+recipe-rope recipe-continual: export MALLOC_TRIM_THRESHOLD_ = 1000000000000
 recipe-rope:
 	test -n "$(TEXT)" -a -n "$(HELD_OUT)"
 	python benchmarks/attention_recipes.py rope --text $(TEXT) --held-out $(HELD_OUT) --output benchmarks/results/rope.jsonl

@@ -14,11 +14,12 @@ logits to the model as it was (``logits``), with the KL of attention (``attentio
 
 Seed 0 chooses the learning rate of each loss, and then the weight and the layers of attention KL, in short trainings,
 by the held-out loss. Then each loss is trained with each seed until it has taken the time of the slowest one, and is
-evaluated after the same number of steps and after the same time. Time is that of the process on all its cores, so that
-other work on the machine does not decide how many steps a loss gets; ``OMP_WAIT_POLICY=passive`` keeps threads that
-wait out of it. On two cores two recipes beside each other, each with ``OMP_NUM_THREADS=1`` and an output of its own,
-take less time than one after the other. Every training that ends is a line of the output: the same command resumes a
-run that was stopped.
+evaluated after the same number of steps and after the same time. How many steps take the same time is measured once, in
+a few steps of each loss. Time is that of the process on all its cores, so that other work on the machine does not
+decide how many steps a loss gets; ``OMP_WAIT_POLICY=passive`` keeps threads that wait out of it. On two cores two
+recipes beside each other, each with ``OMP_NUM_THREADS=1`` and an output of its own, take less time than one after the
+other. Every training that ends is a line of the output: the same command resumes a run that was stopped. What is
+compared has one dtype (``--dtype``); choices that were made in another one hold.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ from streamkl.distillation.packing import packed
 from streamkl.evaluation.statistics import mean
 from streamkl.integrations.transformers import AttentionDistillation, AttentionDistiller
 
+DTYPES = ("float32", "bfloat16")
 LOSSES = ("lm", "logits", "attention", "both")
 RATES, WEIGHTS = (3e-5, 1e-4, 3e-4), (3.0, 1.0, 10.0)
 WARMUP = 10
 """Steps until the learning rate is reached, which is constant from there on."""
+TIMED_STEPS = 12
+"""Of a training that is only timed."""
 
 
 class DistillingTrainer(AttentionDistillation, Trainer):
@@ -171,6 +175,7 @@ class Bench:
         output: A file of one JSON line per training.
         scratch: A folder that the trainer may use.
         batch: Sequences of a step.
+        dtype: Of the teacher, and of the student's products: ``"float32"`` or ``"bfloat16"``.
         tuning_sequences: How many held-out sequences, the first ones, short trainings are judged by; no others are.
     """
 
@@ -181,6 +186,7 @@ class Bench:
     output: Path
     scratch: Path
     batch: int
+    dtype: str
     tuning_sequences: int
 
     def __post_init__(self) -> None:
@@ -188,24 +194,26 @@ class Bench:
             whole = self.output.read_text()
             self.output.write_text(whole[: whole.rfind("\n") + 1])
 
-    def found(self, trial: Trial) -> dict[str, Any] | None:
-        """The record of a training that has run."""
-        wanted = dataclasses.asdict(trial)
-        return next((r for r in read(self.output) if r["trial"] == wanted and r["data"] == self.data), None)
+    def found(self, trial: Trial, dtypes: tuple[str, ...]) -> dict[str, Any] | None:
+        """The record of a training that has run in one of the dtypes."""
+        wanted = {"trial": dataclasses.asdict(trial), "data": self.data}
+        records = (record for record in read(self.output) if record["dtype"] in dtypes)
+        return next((record for record in records if wanted.items() <= record.items()), None)
 
-    def run(self, trial: Trial) -> dict[str, Any]:
-        """The record of a training, which runs if there is none yet."""
-        if (before := self.found(trial)) is not None:
+    def run(self, trial: Trial, *, dtypes: tuple[str, ...] = (), evaluated: bool = True) -> dict[str, Any]:
+        """The record of a training, which runs if there is none yet of this dtype or of one of `dtypes`."""
+        if (before := self.found(trial, (self.dtype, *dtypes))) is not None:
             return before
         print(f"{trial.recipe}: {describe(trial)}, {trial.steps} steps", flush=True)
         part = slice(self.tuning_sequences, None) if trial.also else slice(self.tuning_sequences)
         texts = {name: ids[part] for name, ids in self.texts.items()}
-        evaluation = Evaluation({trial.steps, trial.also}, texts)
+        evaluation = Evaluation({trial.steps, trial.also} if evaluated else set(), texts)
         trainer = self._trainer(trial, evaluation)
         trainer.train()
         record = {
             "trial": dataclasses.asdict(trial),
             "data": self.data,
+            "dtype": self.dtype,
             "evaluations": evaluation.found,
             "seconds_per_step": median(evaluation.seconds),
             "machine": facts(torch.device("cpu")),
@@ -215,15 +223,15 @@ class Bench:
         return json.loads(json.dumps(record))
 
     def _trainer(self, trial: Trial, evaluation: Evaluation) -> Trainer:
-        teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
-        student = RECIPES[trial.recipe](copy.deepcopy(teacher))
+        student = RECIPES[trial.recipe](AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32))
+        teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.model, dtype=getattr(torch, self.dtype))
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(trial.seed))
         samples: Any = [{"input_ids": row, "labels": row} for row in self.train[order]]
         arguments = TrainingArguments(
             str(self.scratch), max_steps=trial.steps, per_device_train_batch_size=self.batch, seed=trial.seed,
             learning_rate=trial.rate, lr_scheduler_type="constant_with_warmup", warmup_steps=WARMUP, weight_decay=0.0,
             logging_steps=10, report_to=[], save_strategy="no", use_cpu=True,
-            bf16="bfloat16 as it is" in facts(torch.device("cpu"))["capability"],
+            bf16=self.dtype == "bfloat16",
         )  # fmt: skip
         given: dict[str, Any] = {"train_dataset": samples, "callbacks": [evaluation]}
         if trial.loss == "lm":
@@ -239,7 +247,7 @@ class Bench:
         """The best learning rate of each loss, and the best weight and layers of attention KL."""
 
         def best(trials: Iterator[Trial]) -> Trial:
-            return min(trials, key=lambda trial: judged(self.run(trial)))
+            return min(trials, key=lambda trial: judged(self.run(trial, dtypes=DTYPES)))
 
         found: dict[str, Trial] = {}
         for loss in LOSSES:
@@ -264,7 +272,8 @@ def judged(record: dict[str, Any]) -> float:
 def compare(bench: Bench, recipe: str, steps: int, tuning_steps: int, seeds: int) -> None:
     """Tunes the losses of a recipe, and trains each with each seed."""
     tuned = bench.tune(recipe, tuning_steps)
-    costs = {loss: bench.run(trial)["seconds_per_step"] for loss, trial in tuned.items()}
+    timed = {loss: dataclasses.replace(trial, steps=TIMED_STEPS) for loss, trial in tuned.items()}
+    costs = {loss: bench.run(trial, evaluated=False)["seconds_per_step"] for loss, trial in timed.items()}
     for seed in range(seeds):
         for loss, trial in tuned.items():
             as_long = round(steps * max(costs.values()) / costs[loss])
@@ -343,6 +352,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name, default in (("steps", 100), ("tuning-steps", 50), ("seeds", 3), ("tokens", 512), ("batch", 1),
                           ("sequences", 100), ("tuning-sequences", 20)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    native = "bfloat16 as it is" in facts(torch.device("cpu"))["capability"]
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if native else "float32",
+                        help="of the products; by default what the CPU multiplies as it is")  # fmt: skip
     given = parser.parse_args(arguments)
     if unknown := set(given.recipe) - set(RECIPES):
         parser.error(f"there is no recipe {', '.join(sorted(unknown))}: there are {', '.join(RECIPES)}")
@@ -368,7 +380,9 @@ def main(arguments: list[str] | None = None) -> None:
         train = sequences(given.text, 4 * given.steps * given.batch)
         given.output.parent.mkdir(parents=True, exist_ok=True)
         scratch = given.output.with_suffix(".scratch")
-        bench = Bench(given.model, data, train, texts, given.output, scratch, given.batch, given.tuning_sequences)
+        bench = Bench(
+            given.model, data, train, texts, given.output, scratch, given.batch, given.dtype, given.tuning_sequences
+        )
         for recipe in given.recipe:
             compare(bench, recipe, given.steps, given.tuning_steps, given.seeds)
     print(tables(read(given.output)))

@@ -13,9 +13,10 @@ from streamkl.testing.tiny_models import tiny_model
 
 
 @pytest.mark.nightly  # a process per call
-def test_every_call_runs_and_its_memory_is_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_call_runs_and_its_memory_is_measured(dtype: str, tmp_path: Path) -> None:
     tiny_model("llama", hidden_size=64).save_pretrained(tmp_path)
-    costs = attention.run(str(tmp_path), [64], [64], 64, seconds=0.0, dtype="float32", checkpointing=True)
+    costs = attention.run(str(tmp_path), [64], [64], 64, seconds=0.0, dtype=dtype, checkpointing=True)
     assert [cost.call for cost in costs] == [STUDENT, TEACHER, LOGITS, ATTENTION, BOTH, MATERIALISED]
     assert all(cost.seconds is not None and cost.seconds > 0 for cost in costs)
     assert all(cost.extra_bytes >= 0 for cost in costs)

@@ -84,13 +84,13 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     arguments = [
         "continual", "--model", str(tiny.llama(tmp_path / "llama")), "--text", str(text), "--held-out", str(text),
         "--old", str(text), "--output", str(output), "--steps", "3", "--tuning-steps", "2", "--seeds", "2",
-        "--tokens", "32", "--batch", "2", "--sequences", "4", "--tuning-sequences", "2",
+        "--tokens", "32", "--batch", "2", "--sequences", "4", "--tuning-sequences", "2", "--dtype", "float32",
     ]  # fmt: skip
     recipes.main(arguments)
     records = recipes.read(output)
     final = [record for record in records if record["trial"]["also"]]
-    # Two rates for each loss, two more weights and one more choice of layers; four losses with two seeds.
-    assert (len(records), len(final)) == (4 * 2 + 2 + 1 + 4 * 2, 8)
+    # Two rates for each loss, two more weights and one more choice of layers; four losses timed, and with two seeds.
+    assert (len(records), len(final)) == (4 * 2 + 2 + 1 + 4 + 4 * 2, 8)
     by_loss = {record["trial"]["loss"]: record["trial"] for record in final}
     assert by_loss["lm"]["weight"] == by_loss["logits"]["weight"] == 0 < by_loss["both"]["weight"]
     assert all(len(e["losses"]["old"]) == 4 for record in final for e in record["evaluations"].values())
@@ -106,11 +106,13 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     again = recipes.read(output)
     assert len(again) == len(records)
     assert [record["trial"] for record in again] == [record["trial"] for record in records]
-    other = recipes.Bench("another model", {**again[0]["data"]}, torch.zeros(1, 8), {}, output, tmp_path, 1, 1)
-    assert again[0]["data"]["tokens"] == 32
-    assert other.found(recipes.Trial(**again[0]["trial"])) is not None
-    other.data["tokens"] = 64
-    assert other.found(recipes.Trial(**again[0]["trial"])) is None, "a record of other text is not taken"
+    trial, data = recipes.Trial(**again[0]["trial"]), {**again[0]["data"]}
+    other = recipes.Bench("another model", data, torch.zeros(1, 8), {}, output, tmp_path, 1, "bfloat16", 1)
+    assert other.found(trial, ("bfloat16",)) is None, "a record of another dtype is not taken"
+    assert other.run(trial, dtypes=recipes.DTYPES) == again[0], "but for a choice"
+    assert data["tokens"] == 32
+    data["tokens"] = 64
+    assert other.found(trial, recipes.DTYPES) is None, "a record of other text is not taken"
     recipes.main(["--output", str(output)])
     assert capsys.readouterr().out.endswith(recipes.tables(again) + "\n")
 

@@ -168,3 +168,18 @@ def test_what_cannot_be_captured_is_refused_in_a_sentence() -> None:
         own(ids)
     with capture_attention(model, [0]) as captured, pytest.raises(KeyError, match="layer 0 did not attend: got none"):
         captured[0]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_under_autocast_q_and_k_have_the_dtype_that_attention_multiplies(implementation: str) -> None:
+    """RoPE leaves them in float32, of which attention makes bfloat16."""
+    model = tiny_model("llama", attn_implementation=implementation)
+    ids = tokens(1, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = model(ids).logits
+        with capture_attention(model) as captured:
+            logits = model(ids).logits
+    assert torch.equal(logits, alone)
+    for layer in captured.values():
+        assert layer.call.q.dtype == layer.call.k.dtype == torch.bfloat16
+        assert layer.call.q.requires_grad

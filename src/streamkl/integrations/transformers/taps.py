@@ -106,6 +106,7 @@ def _attention(name: str, function: Callable | None) -> Callable:
             output = attended.transpose(1, 2).contiguous(), None
         if output is None:
             output = attention(module, query, key, value, attention_mask, *args, **kwargs)
+        query, key = _as_multiplied(query), _as_multiplied(key)
         for capture, layer, sequences in found:
             capture.record(Recorded(layer, query, key, scale, sequences, lse))
         return output
@@ -135,6 +136,14 @@ def eager_of(cls: type) -> Callable:
         if found is not None:
             return found
     raise ValueError(f"the file of {cls.__name__} has no eager attention: capture it with another attn_implementation")
+
+
+def _as_multiplied(x: Tensor) -> Tensor:
+    """In autocast's dtype, where it is on: models rotate q and k in float32, and attention casts them."""
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def _plain(sequences: Sequences, query: Tensor, key: Tensor) -> bool:
