@@ -41,6 +41,14 @@ def test_sparse_attention_keeps_the_accuracy_rule(backend, case) -> None:
 
 
 @pytest.mark.attends
+def test_sparse_attention_without_gradients_keeps_the_accuracy_rule(backend, case) -> None:
+    if backend == "triton":
+        pytest.skip("its forward is the same with gradients")
+    errors = check_sparse_attention(case, backend, gradients=False)
+    assert errors.worst <= 1, f"{errors}; {case}"
+
+
+@pytest.mark.attends
 def test_sparse_attention_of_pages_keeps_the_accuracy_rule(backend, case) -> None:
     errors = check_paged_attention(case, backend)
     assert errors.worst <= 1, f"{errors}; {case}"

@@ -75,7 +75,7 @@ def op_arguments() -> dict[str, tuple]:
         output = torch.ops.streamkl.sparse_attention(q, k, v, *rest, True, None)
         d_out = torch.ones_like(output[0])
         arguments |= {
-            f"index_topk-{kind}-{query_block}": (*index, None, True, TOPK, *keys),
+            f"index_topk-{kind}-{query_block}": (*index, True, True, True, TOPK, *keys),
             f"attention_topk-{kind}-{query_block}": (q, k, lse[0] + lse[1], None, TOPK, *keys),
             f"sparse_attention-{kind}-{query_block}": (q, k, v, indices, None, *keys, True, None),
             f"sparse_attention-{kind}-{query_block}-bfloat16": (*halves, indices, None, *keys, True, None),

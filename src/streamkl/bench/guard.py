@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +22,10 @@ from streamkl.bench.measure import alternate
 from streamkl.testing import Heads
 
 TABLE = Path(__file__).with_name("guard.json")
-TRIES = 3
-"""How often a ratio that is beyond its band is measured in all."""
+AGAIN = (5.0, 10.0, 20.0)
+"""Seconds before a ratio that is beyond its band is measured again, time after time: noise comes in phases."""
+UPDATES = 3
+"""Measurements whose medians become the row of a machine."""
 
 
 class Guarded(NamedTuple):
@@ -113,23 +116,24 @@ def check(expected: dict[str, float], band: float, seconds: float) -> list[Verdi
         seconds: Of repetitions per call.
     """
     found: dict[str, list[float]] = {name: [] for name in GUARDED if name in expected}
-    for _ in range(TRIES):
+    for pause in (0.0, *AGAIN):
         again = [name for name, ratios in found.items() if not ratios or min(ratios) > band * expected[name]]
         if not again:
             break
+        time.sleep(pause)
         for name, ratio in measure(again, seconds).items():
             found[name].append(ratio)
     return [Verdict(name, min(ratios), expected[name], len(ratios)) for name, ratios in found.items()]
 
 
 def update(table: Path, seconds: float) -> dict[str, float]:
-    """Measures everything, and writes this machine's row of the table: the medians of `TRIES` measurements.
+    """Measures everything, and writes this machine's row of the table: the medians of `UPDATES` measurements.
 
     Args:
         table: The file.
         seconds: Of repetitions per call.
     """
-    found = [measure(GUARDED, seconds) for _ in range(TRIES)]
+    found = [measure(GUARDED, seconds) for _ in range(UPDATES)]
     row = {name: round(statistics.median(each[name] for each in found), 3) for name in GUARDED}
     table.write_text(json.dumps({**read(table), instruction_set(): row}, indent=2) + "\n", encoding="utf-8")
     return row

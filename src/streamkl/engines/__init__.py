@@ -109,10 +109,11 @@ class SparseEngine(Protocol):
         k: Tensor,
         w: Tensor | None,
         normalise: bool,
+        sort: bool,
         topk: int,
         query_block: int,
     ) -> Tensor:
-        """The keys of an indexer's highest scores: ``[B, query_blocks, topk]``, int32, best first.
+        """The keys of an indexer's highest scores: ``[B, query_blocks, topk]``, int32, if ``sort`` best first.
 
         The score of a key for a query block is the highest of its rows' scores, less the row's log-sum-exp if they are
         normalised; equal scores go by lower key. If ``query_block > 1``, the keys on the block's diagonal come first.

@@ -74,10 +74,11 @@ def index_topk(
     k: Tensor,
     w: Tensor | None,
     normalise: bool,
+    sort: bool,
     topk: int,
     query_block: int,
 ) -> Tensor:
-    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``."""
+    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``, always best first; ``w [B, J, Nq]``."""
     lse = None
     if normalise:
         m, ln_l = logsumexp(support, side, q, k, w, torch.promote_types(q.dtype, torch.float32))

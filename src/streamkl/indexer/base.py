@@ -146,6 +146,7 @@ class Indexer(nn.Module, ABC):
         *,
         query_block: int = 1,
         normalise: bool = False,
+        sort: bool = True,
         index_scale: float | None = None,
         causal: bool = True,
         window: tuple[int, int] | None = None,
@@ -163,6 +164,7 @@ class Indexer(nn.Module, ABC):
             query: ``[B, N, query_dim]``, packed ``[T, query_dim]``: input of the queries; ``hidden`` if not given.
             query_block: How many consecutive queries of a sequence share their top-k, as in `index_topk`.
             normalise: Whether the queries of a block compare log-probabilities instead of scores.
+            sort: Whether a row's keys come best first; in any order they take less time.
             index_scale: Multiplies the products; ``1/sqrt(head_dim)`` if not given.
             causal: Query ``i`` sees keys ``j <= i``.
             window: ``(left, right)`` keys around key ``i``; a negative side is unbounded.
@@ -175,7 +177,7 @@ class Indexer(nn.Module, ABC):
 
         Returns:
             ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``; per query ``[B, N, topk]``, packed
-            ``[T, topk]``. int32, best first, equal scores by lower index, padded with -1.
+            ``[T, topk]``. int32, best first with ``sort``, equal scores by lower index, padded with -1.
 
         Examples:
             >>> import torch
@@ -192,7 +194,7 @@ class Indexer(nn.Module, ABC):
             hidden, query, positions=positions, position_embeddings=position_embeddings, cu_seqlens=cu_seqlens
         )
         return index_topk(
-            index_q, index_k, index_w, topk=topk, query_block=query_block, normalise=normalise,
+            index_q, index_k, index_w, topk=topk, query_block=query_block, normalise=normalise, sort=sort,
             activation=self.activation, index_scale=index_scale, causal=causal, window=window, cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens, backend=backend,
         )  # fmt: skip

@@ -21,7 +21,7 @@ _KEYS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? left, SymInt? right
 """The last arguments of every operator."""
 _ATTENTION = f"Tensor q, Tensor k, Tensor v, Tensor indices, float? scale, {_KEYS}"
 SCHEMAS = {
-    "index_topk": "(Tensor q, Tensor k, Tensor? w, float? scale, bool relu, bool normalise, SymInt topk, "
+    "index_topk": "(Tensor q, Tensor k, Tensor? w, float? scale, bool relu, bool normalise, bool sort, SymInt topk, "
     f"{_KEYS}) -> Tensor",
     "attention_topk": f"(Tensor q, Tensor k, Tensor lse, float? scale, SymInt topk, {_KEYS}) -> Tensor",
     "sparse_attention": f"({_ATTENTION}, bool for_backward, Tensor? page_table) "
@@ -51,7 +51,9 @@ def _(*args: Any) -> Any:
     given = bound("index_topk", args)
     side = Side.of(given.q, given.k, given.scale, given.relu, head_summed=True)
     engine, support = _engine("index_topk", side, given)
-    return engine.index_topk(support, side, given.q, given.k, given.w, given.normalise, given.topk, given.query_block)
+    return engine.index_topk(
+        support, side, given.q, given.k, given.w, given.normalise, given.sort, given.topk, given.query_block
+    )
 
 
 @body("attention_topk")

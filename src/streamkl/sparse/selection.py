@@ -30,6 +30,7 @@ def index_topk(
     topk: int,
     query_block: int = 1,
     normalise: bool = False,
+    sort: bool = True,
     activation: Literal["relu"] | None = "relu",
     index_scale: float | None = None,
     causal: bool = True,
@@ -55,6 +56,8 @@ def index_topk(
         normalise: Whether the queries of a block compare log-probabilities (scores less their log-sum-exp) instead of
             scores. Then a query whose scores are all high does not crowd out the others. It takes a pass over the
             scores before they are compared, and changes nothing with a per-query top-k.
+        sort: Whether a row's keys come best first, as ``sorted`` of ``torch.topk``. In any order, which is all that
+            attention needs, they take less time on the ``cpu`` engine.
         activation: ``"relu"``, or ``None`` for none.
         index_scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
@@ -67,10 +70,10 @@ def index_topk(
         ``[B, query_blocks, topk]``, packed ``[query_blocks, topk]``, int32. There are ``ceil(Nq / query_block)`` query
         blocks, in a packed batch those of the sequences one after another. With ``query_block = 1`` it is
         ``[B, Nq, topk]``, as ``indexer_kl`` takes ``topk_indices``. Keys of a packed batch are counted from the first
-        of their sequence. Best first, so that the first columns are a smaller top-k. Equal scores go by lower index: a
-        relu scores many keys 0. Padded with -1 where fewer than ``topk`` keys are seen. A score of nan or ``-inf`` is
-        never selected. How many blocks a packed batch has depends on its lengths: with ``query_block > 1`` set
-        ``torch._dynamo.config.capture_dynamic_output_shape_ops`` to compile it whole.
+        of their sequence. Best first with ``sort``, so that the first columns are a smaller top-k. Equal scores go by
+        lower index: a relu scores many keys 0. Padded with -1 where fewer than ``topk`` keys are seen. A score of nan
+        or ``-inf`` is never selected. How many blocks a packed batch has depends on its lengths: with
+        ``query_block > 1`` set ``torch._dynamo.config.capture_dynamic_output_shape_ops`` to compile it whole.
 
     Examples:
         >>> import torch
@@ -89,8 +92,8 @@ def index_topk(
     support = arguments.support
     w = None if arguments.w is None else arguments.w.transpose(1, 2)
     indices = torch.ops.streamkl.index_topk(
-        arguments.q, arguments.k.unsqueeze(1), w, arguments.scale, arguments.relu, normalise and query_block > 1, topk,
-        support.cu_seqlens_q, support.cu_seqlens_k, support.left, support.right, query_block, backend,
+        arguments.q, arguments.k.unsqueeze(1), w, arguments.scale, arguments.relu, normalise and query_block > 1, sort,
+        topk, support.cu_seqlens_q, support.cu_seqlens_k, support.left, support.right, query_block, backend,
     )  # fmt: skip
     return indices[0] if arguments.packed else indices
 

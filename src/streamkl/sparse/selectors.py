@@ -145,13 +145,13 @@ class IndexerSelector(_Selector):
     normalise: bool | None = None
 
     def select(self, call: AttentionCall) -> Tensor:
-        """The selected keys of a call that has ``index``."""
+        """The selected keys of a call that has ``index``; those of a per-query top-k in any order."""
         if call.index is None:
             raise ValueError("call.index must hold an indexer's tensors for an IndexerSelector: got None")
         return index_topk(
             *call.index, topk=self.topk, query_block=self.query_block, normalise=bool(self.normalise),
-            activation=self.activation, causal=call.causal, window=call.window, cu_seqlens_q=call.cu_seqlens_q,
-            cu_seqlens_k=call.cu_seqlens_k,
+            sort=self.query_block > 1, activation=self.activation, causal=call.causal, window=call.window,
+            cu_seqlens_q=call.cu_seqlens_q, cu_seqlens_k=call.cu_seqlens_k,
         )  # fmt: skip
 
 

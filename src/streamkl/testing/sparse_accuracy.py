@@ -20,19 +20,24 @@ EAGER_ROWS = 512
 """The number of rows, of all runs together, whose largest eager error counts: a case of few rows is run more often."""
 
 
-def check_sparse_attention(case: SparseCase, backend: str = "auto") -> Errors:
+def check_sparse_attention(case: SparseCase, backend: str = "auto", gradients: bool = True) -> Errors:
     """Runs a case on an engine, forward and backward, and holds it to the accuracy rule.
 
     Args:
         case: From `random_sparse_case`.
         backend: The engine.
+        gradients: Whether gradients are wanted; a forward without them may be another.
 
     Returns:
         Errors and bounds of the output, of its log-sum-exp and of the gradients; the engine passes if ``worst <= 1``.
     """
     options: dict[str, Any] = {"query_block": case.query_block, "scale": case.scale, **case.mask, "return_lse": True}
     upstream = case.upstream()
-    ours = _run(case.tensors, case, {**options, "backend": backend}, upstream)
+    if gradients:
+        ours = _run(case.tensors, case, {**options, "backend": backend}, upstream)
+    else:
+        out, lse = sparse_attention(*case.tensors[:3], case.indices, **options, sink=case.sink, backend=backend)  # type: ignore[arg-type]
+        ours = {"out": out, "lse": lse}
     return _errors(case, ours, options, upstream)
 
 
@@ -114,11 +119,18 @@ def _difference(value: Tensor, exact: Tensor) -> float:
 
 
 def check_index_topk(case: SparseCase, backend: str = "auto") -> None:
-    """Raises an ``AssertionError`` unless `index_topk` selects exactly the keys of the definition, in its order."""
+    """Raises an ``AssertionError`` unless `index_topk` selects exactly the keys of the definition, in its order.
+
+    Unsorted they are the same keys, and those that are none still come last.
+    """
     found = _index_topk(case, backend, normalise=False)
     expected = ranked(block_scores(case, _index_scores(case, torch.float64)), case.topk)
     if not torch.equal(found, expected):
         raise AssertionError(f"not the keys of the definition: {case}\n{found.tolist()}\n{expected.tolist()}")
+    unsorted = _index_topk(case, backend, normalise=False, sort=False)
+    same = torch.equal(unsorted.sort(-1).values, expected.sort(-1).values) and torch.equal(unsorted < 0, expected < 0)
+    if not same:
+        raise AssertionError(f"other keys without sorting: {case}\n{unsorted.tolist()}\n{expected.tolist()}")
 
 
 def check_normalised_topk(case: SparseCase, backend: str = "auto") -> None:
@@ -154,11 +166,11 @@ def check_oracle_topk(case: SparseCase, backend: str = "auto") -> None:
     _check_order(case, found if not case.packed else found[None], scores)
 
 
-def _index_topk(case: SparseCase, backend: str, normalise: bool) -> Tensor:
+def _index_topk(case: SparseCase, backend: str, normalise: bool, sort: bool = True) -> Tensor:
     """The result of `index_topk`, ``[B, query_blocks, topk]``."""
     found = index_topk(
-        *case.index, topk=case.topk, query_block=case.query_block, normalise=normalise, activation=case.activation,
-        index_scale=0.25, **case.mask, backend=backend,  # type: ignore[arg-type]
+        *case.index, topk=case.topk, query_block=case.query_block, normalise=normalise, sort=sort,
+        activation=case.activation, index_scale=0.25, **case.mask, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
     return found if not case.packed else found[None]
 

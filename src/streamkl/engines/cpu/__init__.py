@@ -141,6 +141,7 @@ def index_topk(
     k: Tensor,
     w: Tensor | None,
     normalise: bool,
+    sort: bool,
     topk: int,
     query_block: int,
 ) -> Tensor:
@@ -149,7 +150,7 @@ def index_topk(
     if weights is None and side.scale <= 0:  # scores do not rise with the products: compute each of them
         weights = q.new_ones(q.shape[:3], dtype=torch.float32)
     return torch.ops.streamkl_cpu.index_topk(
-        q, k, weights, _block_table(support, query_block), side.scale, side.relu, normalise, topk,
+        q, k, weights, _block_table(support, query_block), side.scale, side.relu, normalise, sort, topk,
         support.query_block_count(query_block), query_block, *_window(support),
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
 // Nq]. Normalised scores are less the log-sum-exp of their row.
 Tensor index_topk(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
-    bool normalised, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right);
+    bool normalised, bool sorted, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right);
 
 Tensor attention_topk(
     const Tensor& q, const Tensor& k, const Tensor& m, const Tensor& ln_l, const Tensor& table, double scale, int64_t topk,

@@ -173,10 +173,11 @@ def index_topk(
     k: Tensor,
     w: Tensor | None,
     normalise: bool,
+    sort: bool,
     topk: int,
     query_block: int,
 ) -> Tensor:
-    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``; ``w [B, J, Nq]``."""
+    """The keys of an indexer's highest scores, ``[B, query_blocks, topk]``, always best first; ``w [B, J, Nq]``."""
     from streamkl.engines.triton import launch
     from streamkl.engines.triton.configs import architecture
     from streamkl.engines.triton.plans import selection

@@ -111,12 +111,29 @@ def test_keys_that_are_hidden_from_a_query_may_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"), [(TOKENS, "keys from 0 to 149, or -1"), (-2, "keys from 0 to 149, or -1"), (None, "twice")]
 )
-def test_wrong_indices_are_refused(dtype, query_block, wrong, message) -> None:
+@pytest.mark.parametrize("rising", [False, True], ids=["any_order", "rising"])
+def test_wrong_indices_are_refused(dtype, query_block, wrong, message, rising) -> None:
     indices = drifting_indices(query_block).to(dtype)
     indices[0, 1, 5] = indices[0, 1, 0] if wrong is None else wrong
+    if rising:
+        indices = indices.sort(-1).values
     case = case_of(torch.bfloat16, indices, query_block)
     with pytest.raises(ValueError, match=message):
         sparse_attention(case.q, case.k, case.v, indices, query_block=query_block, backend="cpu")
+
+
+@pytest.mark.parametrize("query_block", [1, 16])
+@pytest.mark.parametrize("window", [None, (40, 0)], ids=str)
+def test_rows_of_rising_keys_attend_to_the_same_keys(query_block, window) -> None:
+    """They are copied as they lie, with those that no row of the query block sees left out."""
+    indices = drifting_indices(query_block)
+    indices[0, 1, 3:] = -1
+    case = case_of(torch.float32, indices, query_block)
+    options = {"query_block": query_block, "window": window, "backend": "cpu"}
+    last = torch.iinfo(indices.dtype).max
+    rising = torch.where(indices < 0, last, indices).sort(-1).values
+    found = sparse_attention(case.q, case.k, case.v, torch.where(rising == last, -1, rising), **options)
+    assert torch.equal(found, sparse_attention(case.q, case.k, case.v, indices, **options))
 
 
 def test_a_key_beyond_32_bits_is_refused() -> None:

@@ -79,9 +79,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
           if (want_a) a->set_gradient(part, xa.data());
           if (want_b) b.set_gradient(part, xb.data());
         });
+        if (want_a) a->add_query_gradient(0);
+        if (want_b) b.compute_gradient();
         task.add(tile, [&] {
-          if (want_a) a->add_gradient(0, grad_a.keys(block, tile, a->kv_head(r)));
-          if (want_b) b.add_gradient(grad_b.keys(block, tile, b.kv_head(r)));
+          if (want_a) a->add_key_gradient(0, grad_a.keys(block, tile, a->kv_head(r)));
+          if (want_b) b.add_key_gradient(tile, grad_b.keys(block, tile, b.kv_head(r)));
         });
       });
       if (want_a) a->end_gradient(0, grad_a.rows(block, r), false);
@@ -133,7 +135,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
           }
           b.set_gradient(part, x.data());
         });
-        task.add(tile, [&] { b.add_gradient(grad_b.keys(block, tile, b.kv_head(r))); });
+        b.compute_gradient();
+        task.add(tile, [&] { b.add_key_gradient(tile, grad_b.keys(block, tile, b.kv_head(r))); });
       });
       b.end_gradient(block, r, grad_b, d_w, true);
       for (int64_t i = 0; i < block.rows(); i++) {

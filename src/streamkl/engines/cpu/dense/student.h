@@ -61,13 +61,16 @@ class Student {
 
   void take_rows(const Block& block, int64_t r, bool for_gradient) {
     rows_ = block.rows();
-    together_ = heads_together(rows_);
+    strip_heads_ = heads_side_by_side(kStrip, 1);
+    together_ = heads_side_by_side(side_->widest(), strip_heads_);
     for (int64_t slot = 0; slot < slots(); slot++)
       side_->take_rows(slot, block.seq.batch, head_summed_ ? slot * together_ : r, block.first_row(), rows_, for_gradient, together_);
     for (size_t n = 0; n < weight_.size(); n++) weight_[n].take(Rows(*weights_).at(block, n), rows_);
+    if (!head_summed_) return;
     // Where heads lie side by side, a block has one part, so what a tile's gradient needs of them is still there.
-    kept_ = for_gradient && together_ > 1 && slots() <= kKeptSlots;
-    if (head_summed_) head_.reserve((kept_ ? slots() : 1) * kBlockK * kStrip);
+    kept_ = for_gradient && together_ > 1 && strips() <= kKeptStrips;
+    head_.reserve((kept_ ? strips() : 1) * kBlockK * kStrip);
+    if (for_gradient && slots() > 1) dk_.reserve(kBlockK * side_->padded_dim);
   }
   void take_keys(const Block& block, const KeyTile& tile, int64_t r, bool for_gradient) {
     side_->take_keys(block.seq.batch, side_->kv_head(r), tile.key(block), tile.keys(), for_gradient);
@@ -77,9 +80,9 @@ class Student {
   void product(const Part& part, float* x) {
     if (!head_summed_) return side_->product(0, part, x);
     const auto add = side_->relu ? &add_heads<true> : &add_heads<false>;
-    for (int64_t slot = 0; slot < slots(); slot++) {
-      side_->product(slot, wide(part), heads_of(slot));
-      add(heads_of(slot), x, part, static_cast<float>(side_->scale), &weight_[slot * together_], together_, rows_, slot == 0);
+    for (int64_t strip = 0; strip < strips(); strip++) {
+      multiply(strip, part);
+      add(heads_of(strip), x, part, static_cast<float>(side_->scale), &weight_[strip * strip_heads_], strip_heads_, rows_, strip == 0);
     }
   }
 
@@ -94,23 +97,20 @@ class Student {
     parts_.push_back(part);
     std::copy_n(dx + part.j0 * kStrip, (part.j1 - part.j0) * kStrip, db_.data() + part.i0 * kBlockK + part.j0 * kStrip);
   }
-  void add_gradient(float* dk) {
-    if (!head_summed_) return side_->add_gradient(0, dk);
-    const auto gradient = side_->relu ? &head_gradient<true> : &head_gradient<false>;
+  // Adds to dQ, and to the dK of this thread's own tile if there are several slots: all that other threads need not wait
+  // for.
+  void compute_gradient() {
     for (int64_t slot = 0; slot < slots(); slot++) {
-      for (const auto& part : parts_) {
-        if (part.j0 < part.j1) {
-          if (!kept_) side_->product(slot, wide(part), heads_of(slot));
-          for (int64_t n = 0; n < together_; n++) {
-            const int64_t head = slot * together_ + n;
-            gradient(heads_of(slot) + n * rows_, db_.data() + part.i0 * kBlockK, part, static_cast<float>(side_->scale), weight_[head], d_weight_[head]);
-          }
-        }
-        side_->set_gradient(wide(part), heads_of(slot));
-      }
-      side_->add_gradient(slot, dk);
+      for (const auto& part : parts_)
+        for (int64_t strip = slot * strips_of_slot(); strip < (slot + 1) * strips_of_slot(); strip++) set_heads(strip, part);
+      side_->add_query_gradient(slot);
+      if (slots() > 1) side_->key_gradient(slot, slot > 0, dk_.data());
     }
     parts_.clear();
+  }
+  void add_key_gradient(const KeyTile& tile, float* dk) {
+    if (slots() == 1) return side_->add_key_gradient(0, dk);
+    for (int64_t c = 0; c < tile.keys() * side_->padded_dim; c += kLanes) store(dk + c, load(dk + c) + load(dk_.data() + c));
   }
   void end_gradient(const Block& block, int64_t r, const SideGradient& gradient, const Tensor& d_weights, bool as_floats) {
     for (int64_t slot = 0; slot < slots(); slot++)
@@ -121,28 +121,58 @@ class Student {
   int64_t kv_head(int64_t r) const { return side_->kv_head(r); }
 
  private:
-  static constexpr int64_t kKeptSlots = 8;  // of a strip and 256 keys each: 1 MB. More is computed again sooner than read again
+  // Strips of 256 keys whose heads' products are kept: 1 MB. More is computed again sooner than read again.
+  static constexpr int64_t kKeptStrips = 8;
+  static constexpr int64_t kFewKeys = 32;
 
+  // With many heads a block has few rows, and products want to be wide: heads lie side by side, as many of them in a
+  // strip as fill its rows, and several strips in a slot, over whose rows a product of dK adds up.
   int64_t slots() const { return head_summed_ ? side_->heads / together_ : 1; }
-  // How many heads lie side by side in a slot: with many heads a block has few rows, and products want to be wide.
-  int64_t heads_together(int64_t rows) const {
-    if (!head_summed_ || rows % kLanes != 0) return 1;
-    int64_t count = std::clamp<int64_t>(kStrip / rows, 1, side_->heads);
-    while (side_->heads % count != 0) count--;
+  int64_t strips() const { return side_->heads / strip_heads_; }
+  int64_t strips_of_slot() const { return together_ / strip_heads_; }
+  // How many heads have as many rows as there is room for: a multiple of `step`, and a divisor of all.
+  int64_t heads_side_by_side(int64_t room, int64_t step) const {
+    if (!head_summed_ || rows_ % kLanes != 0 || rows_ > kStrip) return 1;  // a strip has whole heads
+    int64_t count = std::clamp<int64_t>(room / rows_, 1, side_->heads);
+    while (side_->heads % count != 0 || count % step != 0) count--;
     return count;
   }
-  // A part with all rows of its slot.
-  Part wide(const Part& part) const { return together_ == 1 ? part : Part{0, together_ * rows_, part.j0, part.j1}; }
-  float* heads_of(int64_t slot) const { return head_.data() + (kept_ ? slot * kBlockK * kStrip : 0); }
+  // A part with the rows of a strip in its slot; a slot of one head has those of the part.
+  Part within(int64_t strip, const Part& part) const {
+    if (together_ == 1) return part;
+    const int64_t rows = strip_heads_ * rows_, first = strip % strips_of_slot() * rows;
+    return {first, first + rows, part.j0, part.j1};
+  }
+  float* heads_of(int64_t strip) const { return head_.data() + (kept_ ? strip * kBlockK * kStrip : 0); }
+  void multiply(int64_t strip, const Part& part) {
+    side_->product(strip / strips_of_slot(), within(strip, part), heads_of(strip));
+  }
+  // Sets the gradient of a strip's heads, from that of their sum.
+  void set_heads(int64_t strip, const Part& part) {
+    const auto gradient = side_->relu ? &head_gradient<true> : &head_gradient<false>;
+    const Part columns = within(strip, part);
+    if (!kept_ && part.j0 < part.j1) multiply(strip, part);
+    side_->set_gradient(columns, nullptr, 0, part.j0);
+    // What is computed of a few keys is rounded while it is in the first cache.
+    for (int64_t j = part.j0; j < part.j1; j += kFewKeys) {
+      const Part few{part.i0, part.i1, j, std::min(j + kFewKeys, part.j1)};
+      for (int64_t n = 0; n < strip_heads_; n++) {
+        const int64_t head = strip * strip_heads_ + n;
+        gradient(heads_of(strip) + n * rows_, db_.data() + part.i0 * kBlockK, few, static_cast<float>(side_->scale), weight_[head], d_weight_[head]);
+      }
+      side_->set_gradient(columns, heads_of(strip), few.j0, few.j1);
+    }
+    side_->set_gradient(columns, nullptr, part.j1);
+  }
 
   std::unique_ptr<DenseSide> side_;
   const std::optional<Tensor> weights_;
   const bool head_summed_;
-  int64_t rows_ = 0, together_ = 1;
+  int64_t rows_ = 0, strip_heads_ = 1, together_ = 1;
   bool kept_ = false;
   std::vector<Row> weight_, d_weight_;
   std::vector<Part> parts_;
-  Buffer<float> head_, db_;
+  Buffer<float> head_, db_, dk_;
 };
 
 }  // namespace streamkl::cpu

@@ -4,6 +4,7 @@
 #include "passes/pass.h"
 
 #include <memory>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -19,9 +20,11 @@ class Target {
   }
 
   void take_rows(const Block& block, int64_t r, const Rows& m, const Rows& ln_l) {
+    rows_ = block.rows();
+    together_ = heads_side_by_side();
     for (int64_t n = 0; n < group_; n++) {
       const int64_t head = r * group_ + n;
-      a_->take_rows(n, block.seq.batch, head, block.first_row(), block.rows(), false);
+      if (n % together_ == 0) a_->take_rows(n / together_, block.seq.batch, head, block.first_row(), rows_, false, together_);
       stats_[n].take(block, head, m, ln_l);
     }
   }
@@ -29,22 +32,33 @@ class Target {
   // All parts of a tile at once, p[part][keys, rows]: the keys of a key head are taken once for all its heads. x[keys,
   // rows] is scratch for a product.
   void compute(const Block& block, const KeyTile& tile, const Window& window, int64_t r, float* x, float* p) {
-    for (int64_t n = 0; n < group_; n++) {
-      const int64_t kv = a_->kv_head(r * group_ + n);
-      if (n == 0 || kv != a_->kv_head(r * group_ + n - 1)) a_->take_keys(block.seq.batch, kv, tile.key(block), tile.keys(), false);
+    for (int64_t first = 0; first < group_; first += together_) {
+      const int64_t kv = a_->kv_head(r * group_ + first);
+      if (first == 0 || kv != a_->kv_head(r * group_ + first - 1)) a_->take_keys(block.seq.batch, kv, tile.key(block), tile.keys(), false);
       each_part(block, tile, window, false, [&](const Part& part) {
-        a_->product(n, part, x);
+        a_->product(first / together_, together_ == 1 ? part : Part{0, together_ * rows_, part.j0, part.j1}, x);
         each_group(block, tile, window, part, [&](int64_t i, const Span& span) {
           const int64_t at = i - part.i0, to = part.i0 * kBlockK + at;
-          const bool ends = (n + 1) % heads_ == 0;
-          add_(x + at, (n < heads_ ? p : run_.data()) + to, span, factor_, stats_[n], i, n % heads_ == 0, ends ? heads_ : 1);
-          if (ends && n >= heads_) keep_larger(p + to, run_.data() + to, span);
+          for (int64_t n = first; n < first + together_; n++) {
+            const bool ends = (n + 1) % heads_ == 0;
+            add_(x + (n - first) * rows_ + at, (n < heads_ ? p : run_.data()) + to, span, factor_, stats_[n], i, n % heads_ == 0, ends ? heads_ : 1);
+            if (ends && n >= heads_) keep_larger(p + to, run_.data() + to, span);
+          }
         });
       });
     }
   }
 
  private:
+  // Where a block has few rows, heads of a key head lie side by side in a strip, since products want to be wide.
+  int64_t heads_side_by_side() const {
+    if (rows_ % kLanes != 0) return 1;
+    const int64_t of_key_head = std::gcd(group_, a_->heads / a_->kv_heads);
+    int64_t count = std::clamp<int64_t>(kStrip / rows_, 1, of_key_head);
+    while (of_key_head % count != 0) count--;
+    return count;
+  }
+
   template <Precision precision, bool relu>
   static void add(const float* x, float* p, const Span& span, float factor, const BlockStats& stats, int64_t i, bool first, int64_t heads) {
     const Lanes scale = splat(factor), m = stats.m[i], ln_l = stats.ln_l[i];
@@ -67,6 +81,7 @@ class Target {
   std::unique_ptr<DenseSide> a_;
   const int64_t group_, heads_;
   const float factor_;
+  int64_t rows_ = 0, together_ = 1;
   std::vector<BlockStats> stats_;
   Buffer<float> run_;
   void (*add_)(const float*, float*, const Span&, float, const BlockStats&, int64_t, bool, int64_t);

@@ -148,7 +148,7 @@ class TypedGatheredSide final : public GatheredSide {
     } else {
       for (int64_t j = 0; j < keys; j += kLanes)
         for (int64_t h = 0; h < group.heads(); h++)
-          store(x + h * kSelected + j, inner_products(gathered_.data() + j * pack_.width, pack_.width, group.rows.data() + h * pack_.width, pack_.width));
+          store(x + h * kSelected + j, inner_products([&](int r) { return gathered_.data() + (j + r) * pack_.width; }, group.rows.data() + h * pack_.width, pack_.width));
     }
   }
 

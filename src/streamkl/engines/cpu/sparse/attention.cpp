@@ -16,6 +16,7 @@ static_assert(kTile < kLate);                  // so that m moves once per tile,
 constexpr int64_t kTileStride = kTile + kLanes;  // powers of two would share too few cache sets
 constexpr int64_t kTileStep = 64;              // keys are padded to whole steps, so that products have few shapes
 constexpr int64_t kPiece = 128;                // keys whose values float products add up at once
+constexpr int64_t kValuesAhead = 8;            // values that are fetched ahead where they are read where they lie
 constexpr int64_t kRows = 32;                  // rows of a product of logits: they stay in the first-level cache
 
 // The softmax of rows of a tile, lanes along the keys. Logits are multiplied by log2 e for kFast.
@@ -41,7 +42,7 @@ struct Softmax {
     };
     int64_t j = first;
     if (run.own != nullptr) {
-      for (; j < run.end; j += kLanes) visit(j, (((Ints{} + run.own[j / kLanes]) >> iota()) & 1) != 0);
+      for (; j < run.end; j += kLanes) visit(j, Bits{run.own[j / kLanes]});
       return;
     }
     if (j < full) masked(j), j = full;
@@ -144,19 +145,83 @@ class Attention {
               std::clamp<int64_t>(seen.first - j0, 0, count), std::clamp<int64_t>(seen.last - j0, 0, count), padded,
               union_rows.own_of(i % block.rows, j0)};
           const float shrink = softmax_.update(x_.data() + (i - i0) * kTile, run, m_[i], l_[i], p + i * kTileStride);
-          if (shrink != 1.0f)
-            for (int64_t c = 0; c < width; c += kLanes) store(y + i * width + c, load(y + i * width + c) * shrink);
+          if (shrink != 1.0f) scale_row(y + i * width, shrink);
         }
       }
       add_values(rows, padded, p, y);
     }
+    if constexpr (!kVnni)
+      for (int64_t i = 0; i < block.rows; i++) attend_singly(union_rows.rest_of(i), i, block.rows, p, y);
     write(block, kv, y);
   }
 
  private:
   struct Seen {
     int64_t first, last;
+    bool dead;
   };
+
+  // Adds the keys that are left to a row, for each of its heads, `apart` rows apart. They are multiplied where they lie:
+  // a product of so few rows would mostly be packing.
+  void attend_singly(const SortedKeys& selected, int64_t row, int64_t apart, float* p, float* y) {
+    const int64_t width = v_.width;
+    float* x = x_.reserve(group_ * kTile);
+    const float *keys[kTile], *values[kTile];
+    for (int64_t j0 = 0; j0 < selected.count; j0 += kTile) {
+      const int64_t count = std::min(kTile, selected.count - j0), padded = round_up(count, kLanes);
+      k_.find(selected.keys + j0, count, padded, k_tile_.data(), keys);
+      v_.find(selected.keys + j0, count, padded, v_tile_.data(), values);
+      for (int64_t j = 0; j < padded; j += kLanes) {
+        for (int64_t next = j + kLanes; next < std::min(j + 2 * kLanes, padded); next++) fetch<3>(keys[next], k_.width * sizeof(float));
+        for (int64_t n = 0; n < group_; n++)
+          store(x + n * kTile + j, inner_products([&](int r) { return keys[j + r]; }, q_rows_.data() + (n * apart + row) * k_.width, k_.width));
+      }
+      for (int64_t n = 0; n < group_; n++) {
+        const int64_t i = n * apart + row;
+        const float shrink = softmax_.update(x + n * kTile, {0, count, padded, nullptr}, m_[i], l_[i], p + n * kTileStride);
+        if (shrink != 1.0f) scale_row(y + i * width, shrink);
+      }
+      for (int64_t j = 0; j < count; j += kPiece) {
+        const int64_t end = std::min(j + kPiece, count);
+        for (int64_t n = 0; n < group_;) {
+          float* to = y + (n * apart + row) * width;
+          const float* weights = p + n * kTileStride;
+          if (group_ - n >= 3) add_values_singly<3>(values, j, end, weights, to, apart * width), n += 3;
+          else if (group_ - n == 2) add_values_singly<2>(values, j, end, weights, to, apart * width), n += 2;
+          else add_values_singly<1>(values, j, end, weights, to, apart * width), n++;
+        }
+      }
+    }
+  }
+
+  void scale_row(float* y, float by) const {
+    for (int64_t c = 0; c < v_.width; c += kLanes) store(y + c, load(y + c) * by);
+  }
+
+  // y += p v for some heads, `apart` floats apart, and the keys [begin, end), which are added up before.
+  template <int heads>
+  void add_values_singly(const float* const* values, int64_t begin, int64_t end, const float* p, float* y, int64_t apart) {
+    const auto add = [&](auto vectors, int64_t c) {
+      Lanes sum[heads][vectors()] = {};
+      for (int64_t j = begin; j < end; j++) {
+        if (j + kValuesAhead < end) fetch<3>(values[j + kValuesAhead] + c, vectors() * kLanes * sizeof(float));
+#pragma GCC unroll 4
+        for (int i = 0; i < vectors(); i++) {
+          const Lanes value = load(values[j] + c + i * kLanes);
+#pragma GCC unroll 4
+          for (int n = 0; n < heads; n++) sum[n][i] = fma(value, splat(p[n * kTileStride + j]), sum[n][i]);
+        }
+      }
+      for (int n = 0; n < heads; n++)
+        for (int i = 0; i < vectors(); i++) {
+          float* to = y + n * apart + c + i * kLanes;
+          store(to, load(to) + sum[n][i]);
+        }
+    };
+    int64_t c = 0;
+    for (; c + 4 * kLanes <= v_.width; c += 4 * kLanes) add(std::integral_constant<int, 4>{}, c);
+    for (; c < v_.width; c += kLanes) add(std::integral_constant<int, 1>{}, c);
+  }
 
   void take_rows(const QueryBlock& block, int64_t kv) {
     P* to = q_rows_.reserve(block.rows * group_ * k_.width);
@@ -175,9 +240,10 @@ class Attention {
     seen_.resize(block.rows);
     const auto place = [&](int64_t key) { return std::lower_bound(selected.keys, selected.keys + selected.count, key) - selected.keys; };
     for (int64_t i = 0; i < block.rows; i++) {
-      seen_[i] = {place(window_.first(block.on + i)), place(window_.last(block.on + i))};
+      auto& seen = seen_[i] = {place(window_.first(block.on + i)), place(window_.last(block.on + i)), false};
       const uint16_t* own = union_rows.own_of(i, 0);
-      if (own != nullptr && std::all_of(own, own + union_rows.words(), [](uint16_t bits) { return bits == 0; })) seen_[i] = {0, 0};
+      if (own != nullptr && std::all_of(own, own + union_rows.words(), [](uint16_t bits) { return bits == 0; })) seen = {0, 0, false};
+      seen.dead = seen.first >= seen.last && union_rows.rest_of(i).count == 0;
     }
   }
 
@@ -223,7 +289,7 @@ class Attention {
       for (int64_t i = 0; i < block.rows; i++, y += v_.width) {
         const int64_t at = ((block.seq.batch * nq_ + block.first_row() + i) * heads_ + kv * group_ + n) * v_.dim;
         T* to = out_ + at;
-        const bool dead = seen_[i].first >= seen_[i].last;
+        const bool dead = seen_[i].dead;
         const float m = m_[n * block.rows + i], l = l_[n * block.rows + i];
         for (int64_t c = 0; c < v_.dim; c++) to[c] = static_cast<T>(dead ? 0.0f : y[c] / l);
         if (rest_ != nullptr)
@@ -280,7 +346,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_attention(
   const Window window{left, right};
   const auto query_blocks = query_blocks_of(table, query_block);
   const SortedTopk topk(indices, query_blocks, window, page_table ? page_table->size(1) * k.size(2) : k.size(2));
-  const auto rows = union_rows_of(query_blocks, topk, window, query_block, q.size(1) / k.size(1), v, page_table.has_value());
+  const bool in_floats = q.scalar_type() != at::kBFloat16 || !native(at::kBFloat16);
+  // A backward multiplies whole tiles, and its logits must be those of its forward to the last bit.
+  const bool single_rows = in_floats && !for_backward;
+  const auto rows = union_rows_of(query_blocks, topk, window, query_block, q.size(1) / k.size(1), v, page_table.has_value(), single_rows);
   int64_t covered = 0;
   for (const auto& block : query_blocks) covered += block.rows;
   // Rows past the last packed sequence are 0.
@@ -292,8 +361,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_attention(
   const LogSumExpRows stats(q, q.size(1), Precision::kExact, scale);
   switch (q.scalar_type()) {
     case at::kBFloat16:
-      if (native(at::kBFloat16)) run<at::BFloat16, at::BFloat16>(q, k, v, page_table, out, rest, stats, rows, scale, window);
-      else run<at::BFloat16, float>(q, k, v, page_table, out, rest, stats, rows, scale, window);
+      if (in_floats) run<at::BFloat16, float>(q, k, v, page_table, out, rest, stats, rows, scale, window);
+      else run<at::BFloat16, at::BFloat16>(q, k, v, page_table, out, rest, stats, rows, scale, window);
       break;
     case at::kHalf: run<at::Half, float>(q, k, v, page_table, out, rest, stats, rows, scale, window); break;
     default: run<float, float>(q, k, v, page_table, out, rest, stats, rows, scale, window);

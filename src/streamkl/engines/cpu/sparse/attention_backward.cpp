@@ -94,8 +94,6 @@ class AttentionGradient {
       logits_->take_rows(slot, seq.batch, head, task.first_row(), task.rows, true, heads);
       values_->take_rows(slot, seq.batch, head, task.first_row(), task.rows, true, heads);
       logits_->begin_gradient(slot);
-      if (!began_) values_->begin_gradient(0);  // dV alone: there is nothing to begin again
-      began_ = true;
       take_row_vectors(task, head, heads, slots_[slot]);
     }
     // In float32 delta errs as much as d_p, so it is the sum of p d_p: their errors cancel where p is close to 1.
@@ -115,7 +113,8 @@ class AttentionGradient {
         logits_->set_gradient(part, x_.data());
         values_->set_gradient(part, d_p_.data());
       }, [&](int64_t slot) {
-        logits_->add_gradient(slot, dk_tile_.data());
+        logits_->add_query_gradient(slot);
+        logits_->add_key_gradient(slot, dk_tile_.data());
         values_->add_key_gradient(slot, dv_tile_.data());
       });
       order.add(owned, selected.keys[j0 + count - 1], [&] {
@@ -280,7 +279,6 @@ class AttentionGradient {
   const SoftmaxGradient<precision> softmax_;
   Buffer<float> x_, d_p_, dk_tile_, dv_tile_, out_row_, rest_row_, d_row_;
   std::vector<SlotRows> slots_;
-  bool began_ = false;
 };
 
 }  // namespace
@@ -292,7 +290,7 @@ std::tuple<Tensor, Tensor, Tensor> sparse_attention_backward(
   const Window window{left, right};
   const auto query_blocks = query_blocks_of(table, query_block);
   const SortedTopk topk(indices, query_blocks, window, k.size(2));
-  const auto unions = union_rows_of(query_blocks, topk, window, query_block, q.size(1) / k.size(1), v, false);
+  const auto unions = union_rows_of(query_blocks, topk, window, query_block, q.size(1) / k.size(1), v, false, false);
   std::vector<std::vector<RowsTask>> sequences;  // the last rows of each, which see the most keys, first
   for (size_t n = unions.size(); n-- > 0;) {
     const auto& rows = unions[n].rows;

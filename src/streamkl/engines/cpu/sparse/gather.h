@@ -58,6 +58,22 @@ class Gathered {
     }
   }
 
+  // Where the row of each token is: in the tensor, or copied to `to`; a row of zeros from count up to padded.
+  void find(const int32_t* tokens, int64_t count, int64_t padded, P* to, const P** found) {
+    for (int64_t j = 0; j < count; j++) {
+      const T* from = address(tokens[j]);
+      if constexpr (std::is_same_v<T, P>) {
+        if (direct_) {
+          found[j] = from;
+          continue;
+        }
+      }
+      Packing<T, P>(dim).copy_row(from, strides_.dim, to + j * width);
+      found[j] = to + j * width;
+    }
+    std::fill(found + count, found + padded, zeros_.data());
+  }
+
   const int64_t dim, width;
 
  private:

@@ -1,5 +1,6 @@
 // The union of neighbouring queries' keys: neighbours select mostly the same keys, so each key is gathered once for all
-// of them, and each row has a bit per key that says whether it selected it.
+// of them, and each row has a bit per key that says whether it selected it. Keys that few of them selected are left to
+// these rows, if a pass can multiply single rows.
 #pragma once
 
 #include "sparse/shared_topk.h"
@@ -17,7 +18,9 @@ namespace streamkl::cpu {
 
 constexpr int64_t kUnionRows = 64;       // rows of a union, at most
 constexpr int64_t kUnionProducts = 256;  // rows of a product, at most: those of all heads that read a key head
-constexpr int64_t kGather = 40;          // the cost of gathering a key and its value, in rows' products with them
+// Costs of a key and its value, in rows' products with them.
+constexpr int64_t kGather = 40;  // of gathering it
+constexpr int64_t kSingle = 6;   // of reading it for a single row
 
 // Rows that attend together, and their keys.
 struct UnionRows {
@@ -25,56 +28,86 @@ struct UnionRows {
   SortedKeys selected;
   std::vector<int32_t> keys;  // for several query blocks: their union
   std::vector<uint16_t> own;  // for several query blocks, [rows, words()]: a bit per key
+  const int32_t* rest = nullptr;   // keys that are left to single rows, a row's after the other's
+  std::vector<int64_t> rest_ends;  // where those of a row end; empty if there are none
+  std::vector<int32_t> rest_keys;  // for several query blocks: what rest is in
 
   int64_t words() const { return (selected.count + kLanes - 1) / kLanes; }
   // The bits of a row from a key on, or null for a single query block, whose rows have all keys.
   const uint16_t* own_of(int64_t row, int64_t key) const { return own.empty() ? nullptr : own.data() + row * words() + key / kLanes; }
+  SortedKeys rest_of(int64_t row) const {
+    if (rest_ends.empty()) return {nullptr, 0};
+    const int64_t begin = row == 0 ? 0 : rest_ends[row - 1];
+    return {rest + begin, rest_ends[row] - begin};
+  }
 };
 
 // Builds unions. A value that is not finite would reach all rows of a product, even those with a weight of 0 for it, so
-// query blocks that selected such a key stay apart. finite [B, Nk] says which keys have finite values.
+// query blocks that selected such a key stay apart, or it is left to them. finite [B, Nk] says which keys have finite
+// values.
 class KeyUnion {
  public:
-  KeyUnion(const std::vector<QueryBlock>& blocks, const SortedTopk& topk, const Window& window, int64_t group, const Tensor& finite)
+  KeyUnion(const std::vector<QueryBlock>& blocks, const SortedTopk& topk, const Window& window, int64_t group, const Tensor& finite, bool single_rows)
       : blocks_(blocks), topk_(topk), window_(window), group_(group), finite_(finite.const_data_ptr<bool>()), nk_(finite.size(1)),
-        marks_(nk_), place_(nk_) {}
+        single_rows_(single_rows), marks_(nk_), place_(nk_), rows_of_(nk_) {}
 
   // Merges the query blocks [first, last) of a sequence if that is cheaper than attending to each by itself, else tries
   // each half.
   void merge(int64_t first, int64_t last, std::vector<UnionRows>& to) {
+    if (last - first == 1) return to.push_back(by_itself(first));
     QueryBlock rows = blocks_[first];
-    if (last - first == 1) {
-      to.push_back({rows, topk_[first], {}, {}});
-      return;
-    }
     rows.rows = blocks_[last - 1].i0 + blocks_[last - 1].rows - rows.i0;
-    int64_t apart = 0;
+    int64_t apart = 0, merged_cost = 0;
     for (int64_t n = first; n < last; n++) {
-      apart += topk_[n].count * (kGather + blocks_[n].rows * group_);
-      for (int64_t c = 0; c < topk_[n].count; c++) marks_.mark(topk_[n].keys[c]);
+      apart += topk_[n].count * std::min(together(blocks_[n].rows), singly(blocks_[n].rows));
+      for (int64_t c = 0; c < topk_[n].count; c++) {
+        marks_.mark(topk_[n].keys[c]);
+        if (single_rows_) rows_of_[topk_[n].keys[c]] += static_cast<int32_t>(blocks_[n].rows);
+      }
     }
-    std::vector<int32_t> keys;
-    marks_.take([&](int64_t key) { keys.push_back(static_cast<int32_t>(key)); });
-    const int64_t count = keys.size();
     const bool* finite = finite_ + rows.seq.batch * nk_ + rows.seq.k_start;
-    const bool harmless = std::all_of(keys.begin(), keys.end(), [&](int32_t key) { return finite[key]; });
-    if (!harmless || count * (kGather + rows.rows * group_) >= apart) {
+    std::vector<int32_t> keys;
+    bool harmless = true;
+    marks_.take([&](int64_t key) {
+      const int64_t cost = single_rows_ ? singly(std::exchange(rows_of_[key], 0)) : 0;
+      const bool left = single_rows_ && (!finite[key] || cost < together(rows.rows));
+      harmless &= left || finite[key];
+      merged_cost += left ? cost : together(rows.rows);
+      place_[key] = left ? kLeft : static_cast<int32_t>(keys.size());
+      if (!left) keys.push_back(static_cast<int32_t>(key));
+    });
+    if (!harmless || merged_cost >= apart) {
       const int64_t middle = (first + last) / 2;
       merge(first, middle, to);
       return merge(middle, last, to);
     }
-    for (int64_t c = 0; c < count; c++) place_[keys[c]] = static_cast<int32_t>(c);
+    const int64_t count = keys.size();
     UnionRows merged{rows, {keys.data(), count}, std::move(keys), {}};
     merged.own.assign(rows.rows * merged.words(), 0);
     for (int64_t n = first; n < last; n++)
       for (int64_t i = 0; i < blocks_[n].rows; i++) {
         uint16_t* own = merged.own.data() + (blocks_[n].i0 - rows.i0 + i) * merged.words();
-        each_seen(n, i, [&](int32_t key) { own[place_[key] / kLanes] |= 1 << place_[key] % kLanes; });
+        each_seen(n, i, [&](int32_t key) {
+          if (place_[key] == kLeft) merged.rest_keys.push_back(key);
+          else own[place_[key] / kLanes] |= 1 << place_[key] % kLanes;
+        });
+        if (single_rows_) merged.rest_ends.push_back(merged.rest_keys.size());
       }
+    merged.rest = merged.rest_keys.data();
     to.push_back(std::move(merged));
   }
 
  private:
+  static constexpr int32_t kLeft = -1;
+
+  int64_t together(int64_t rows) const { return kGather + rows * group_; }
+  int64_t singly(int64_t rows) const { return single_rows_ ? rows * (kSingle + group_) : std::numeric_limits<int64_t>::max(); }
+
+  UnionRows by_itself(int64_t n) const {
+    if (single_rows_ && blocks_[n].rows == 1) return {blocks_[n], {nullptr, 0}, {}, {}, topk_[n].keys, {topk_[n].count}, {}};
+    return {blocks_[n], topk_[n], {}, {}};
+  }
+
   template <typename Visit>
   void each_seen(int64_t n, int64_t i, const Visit& visit) const {
     const int64_t begin = window_.first(blocks_[n].on + i), end = window_.last(blocks_[n].on + i);
@@ -88,15 +121,17 @@ class KeyUnion {
   const int64_t group_;
   const bool* const finite_;
   const int64_t nk_;
+  const bool single_rows_;
   Marks marks_;
-  std::vector<int32_t> place_;
+  std::vector<int32_t> place_, rows_of_;
 };
 
 // All query blocks, merged where that is cheaper and leaves enough work for each thread. All values are checked for
-// finiteness, so there is no union where fewer keys are selected than exist, nor of keys in pages.
+// finiteness, so there is no union where fewer keys are selected than exist, nor of keys in pages. single_rows: keys may
+// be left to single rows.
 inline std::vector<UnionRows> union_rows_of(
     const std::vector<QueryBlock>& blocks, const SortedTopk& topk, const Window& window, int64_t query_block, int64_t group, const Tensor& v,
-    bool paged) {
+    bool paged, bool single_rows) {
   int64_t most = std::min(kUnionRows, kUnionProducts / group) / query_block;
   most = std::min<int64_t>(most, blocks.size() * v.size(1) / (2 * at::get_num_threads()));
   if (paged || topk.places() < v.size(0) * v.size(2)) most = 1;
@@ -110,7 +145,7 @@ inline std::vector<UnionRows> union_rows_of(
   const Tensor finite = some ? v.amax({1, 3}).isfinite().logical_and_(v.amin({1, 3}).isfinite()) : at::empty({0, 0}, v.options().dtype(at::kBool));
   std::vector<std::vector<UnionRows>> found(runs.size());
   on_all_threads(runs.size(), [&](const auto& next) {
-    KeyUnion key_union(blocks, topk, window, group, finite);
+    KeyUnion key_union(blocks, topk, window, group, finite, single_rows);
     for (int64_t n; (n = next()) >= 0;) key_union.merge(runs[n].first, runs[n].second, found[n]);
   });
   std::vector<UnionRows> all;

@@ -130,8 +130,8 @@ struct SelectionTask {
 template <typename Scores>
 class Selection {
  public:
-  Selection(Scores scores, const Window& window, int64_t query_block, int64_t rows, const Tensor& out)
-      : source_(std::move(scores)), window_(window), query_block_(query_block), rows_(rows), out_(out), best_(out.size(2)) {}
+  Selection(Scores scores, const Window& window, int64_t query_block, int64_t rows, bool sorted, const Tensor& out)
+      : source_(std::move(scores)), window_(window), query_block_(query_block), rows_(rows), out_(out), best_(out.size(2), sorted) {}
 
   void run(const SelectionTask& task) {
     const int64_t query_blocks = (task.i1 - task.i0 + query_block_ - 1) / query_block_;
@@ -275,7 +275,7 @@ class Selection {
 constexpr int64_t kQueryBlocks = 16;  // rows of scores that a thread holds, at most
 
 template <typename Make>
-Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t query_blocks, int64_t query_block, const Window& window, int64_t rows, bool fast, const Make& make) {
+Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t query_blocks, int64_t query_block, const Window& window, int64_t rows, bool sorted, bool fast, const Make& make) {
   const auto out = at::full({q.size(0), query_blocks, topk}, -1, q.options().dtype(at::kInt));
   const int64_t together = std::clamp<int64_t>(rows / query_block, 1, kQueryBlocks) * query_block;
   std::vector<SelectionTask> tasks;
@@ -287,7 +287,7 @@ Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t query_
   const int64_t count = tasks.size();
   on_all_threads(count, [&](const auto& next) {
     const FlushDenormals flush(fast);
-    Selection selection(make(), window, query_block, rows, out);
+    Selection selection(make(), window, query_block, rows, sorted, out);
     for (int64_t n; (n = next()) >= 0;) selection.run(tasks[count - 1 - n]);
   });
   return out;
@@ -297,10 +297,10 @@ Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t query_
 
 Tensor index_topk(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
-    bool normalised, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right) {
+    bool normalised, bool sorted, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right) {
   int64_t rows = rows_at_once(IndexScores::bytes_of_row(q, k, weights));
   if (normalised && rows > kStrip && kKept / rows < k.size(2)) rows = kStrip;  // twice as many tiles are kept
-  return select(q, table, topk, query_blocks, query_block, Window{left, right}, rows, false, [&] { return IndexScores(q, k, weights, scale, relu, normalised); });
+  return select(q, table, topk, query_blocks, query_block, Window{left, right}, rows, sorted, false, [&] { return IndexScores(q, k, weights, scale, relu, normalised); });
 }
 
 Tensor attention_topk(
@@ -308,7 +308,7 @@ Tensor attention_topk(
     int64_t query_blocks, int64_t query_block, int64_t left, int64_t right) {
   const int64_t rows = rows_at_once(dense_side_of(q, k, scale, false)->bytes_of_row() * q.size(1));
   return select(
-      q, table, topk, query_blocks, query_block, Window{left, right}, rows, fast(q, q, scale, scale),
+      q, table, topk, query_blocks, query_block, Window{left, right}, rows, true, fast(q, q, scale, scale),
       [&] { return AttentionScores(q, k, m, ln_l, scale); });
 }
 

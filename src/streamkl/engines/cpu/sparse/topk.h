@@ -1,4 +1,4 @@
-// The top-k of a row of scores: exact, equal scores by lower key, best first.
+// The top-k of a row of scores: exact, equal scores by lower key; best first, or in the order that costs nothing.
 #pragma once
 
 #include "tile/tile.h"
@@ -16,7 +16,7 @@ STREAMKL_INLINE Ints ordered(Lanes x) {
 
 class TopK {
  public:
-  explicit TopK(int64_t topk) : topk_(topk), values_(topk + kLanes), places_(topk + kLanes), best_(topk), other_(topk) {}
+  TopK(int64_t topk, bool sorted) : topk_(topk), sorted_(sorted), values_(topk + kLanes), places_(topk + kLanes), best_(topk), other_(topk) {}
 
   // Writes topk keys, first + their places in scores[count], then -1. A score of -inf is never selected; scores from
   // count up to whole lanes are overwritten.
@@ -35,8 +35,12 @@ class TopK {
     for (int64_t l = 0; l < kLanes; l++) highest = std::max(highest, top[l]), total += selectable[l];
     const int32_t least = total <= topk_ ? kNone : threshold(values, count, total, highest);
     const int64_t found = collect(values, count, least);
-    sort(found, highest);
-    for (int64_t n = 0; n < found; n++) keys[n] = static_cast<int32_t>(first + static_cast<uint32_t>(best_[n]));
+    if (sorted_) {
+      sort(found, highest);
+      for (int64_t n = 0; n < found; n++) keys[n] = static_cast<int32_t>(first + static_cast<uint32_t>(best_[n]));
+    } else {
+      for (int64_t n = 0; n < found; n++) keys[n] = static_cast<int32_t>(first) + places_[n];
+    }
     std::fill(keys + found, keys + topk_, -1);
   }
 
@@ -142,6 +146,7 @@ class TopK {
   }
 
   const int64_t topk_;
+  const bool sorted_;
   int32_t last_ = 0;  // the last threshold
   std::vector<int32_t> values_, places_, between_;
   std::vector<uint64_t> best_, other_;  // distance below the highest value, and place

@@ -258,16 +258,31 @@ STREAMKL_INLINE void transpose_words(const void* from, int64_t from_bytes, void*
   transpose_words<rows, columns>([&](int r) { return static_cast<const char*>(from) + r * from_bytes; }, to, to_bytes);
 }
 
-// The inner products of sixteen rows, stride apart, with one of a width in whole lanes. Sixteen sums of each product
-// are kept, and folded in the order that transposes them: float products made so err less than a library's.
-STREAMKL_INLINE Lanes inner_products(const float* rows, int64_t stride, const float* q, int64_t width) {
-  constexpr Ints low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
-  Lanes x[16] = {};
-  for (int64_t c = 0; c < width; c += kLanes) {
-    const Lanes by = load(q + c);
+// x[r] += the sixteen partial products of row(r) and q from column c on, whose values stay in registers.
+template <int vectors, typename Row>
+STREAMKL_INLINE void add_products(const Row& row, const float* q, int64_t c, Lanes* x) {
+  Lanes by[vectors];
+#pragma GCC unroll 4
+  for (int i = 0; i < vectors; i++) by[i] = load(q + c + i * kLanes);
 #pragma GCC unroll 16
-    for (int r = 0; r < 16; r++) x[r] = fma(load(rows + r * stride + c), by, x[r]);
+  for (int r = 0; r < 16; r++) {
+    const float* from = row(r) + c;
+#pragma GCC unroll 4
+    for (int i = 0; i < vectors; i++) x[r] = fma(load(from + i * kLanes), by[i], x[r]);
   }
+}
+
+// The inner products of sixteen rows with one of a width in whole lanes. Sixteen sums of each product are kept, and
+// folded in the order that transposes them: float products made so err less than a library's.
+template <typename Row>
+STREAMKL_INLINE Lanes inner_products(const Row& row, const float* q, int64_t width) {
+  constexpr Ints low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+  Lanes x[16];
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; r++) x[r] = Lanes{};
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= width; c += 4 * kLanes) add_products<4>(row, q, c, x);
+  for (; c < width; c += kLanes) add_products<1>(row, q, c, x);
 #pragma GCC unroll 4
   for (int half = 8; half > 0; half /= 2)
 #pragma GCC unroll 8

@@ -54,6 +54,18 @@ struct All {};
 STREAMKL_INLINE Lanes select(All, Lanes a, Lanes) { return a; }
 STREAMKL_INLINE Lanes select(Ints mask, Lanes a, Lanes b) { return mask ? a : b; }
 
+// A mask of a bit per lane.
+struct Bits {
+  uint16_t bits;
+};
+STREAMKL_INLINE Lanes select(Bits mask, Lanes a, Lanes b) {
+#ifdef __AVX512F__
+  return (Lanes)_mm512_mask_blend_ps(mask.bits, (__m512)b, (__m512)a);
+#else
+  return (((Ints{} + mask.bits) >> iota()) & 1) != 0 ? a : b;
+#endif
+}
+
 // Visits the keys of a span: visit(j, mask, turn). turn is 0 or 1, for sums that are kept in two parts to be more
 // exact.
 template <typename Visit>

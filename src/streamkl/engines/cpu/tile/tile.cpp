@@ -30,11 +30,15 @@ class TypedDenseSide final : public DenseSide {
       pack_.copy(
           from + n * q_strides_.head, q_strides_.token, q_strides_.dim, rows, n + 1 < heads ? rows : padded - n * rows,
           staged + n * rows * width_);
-    // Words of the width in columns: [width words, rows].
+    // Words of the width in columns: [width words, rows]. Right operands are not a power of two apart: their rows would
+    // share too few cache sets.
     q_stride_ = padded + kLanes;
     P* columns = slots_[slot].columns.reserve(width_ * q_stride_);
     pack_.transpose(staged, width_, padded, columns, q_stride_);
-    if (for_gradient) pack_.pairs(staged, padded, slots_[slot].pairs.reserve(kBlockQ * pack_.pairs_stride()));
+    if (!for_gradient) return;
+    pack_.pairs(staged, padded, slots_[slot].pairs.reserve(padded * pack_.pairs_stride()));
+    dx_rows_.reserve(kBlockK * q_stride_);
+    if constexpr (kVnni) dx_pairs_.reserve(kBlockK * q_stride_);
   }
 
   void take_keys(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, bool for_gradient) override {
@@ -89,48 +93,49 @@ class TypedDenseSide final : public DenseSide {
   }
 
   void begin_gradient(int64_t slot) override {
-    std::fill_n(slots_[slot].dq.reserve(padded_dim * kBlockQ), padded_dim * kBlockQ, 0.0f);
-    dx_rows_.reserve(kBlockK * kStride);
-    if constexpr (kVnni) dx_pairs_.reserve(kBlockK * kStride);
+    const int64_t size = padded_dim * q_stride_;
+    std::fill_n(slots_[slot].dq.reserve(size), size, 0.0f);
   }
 
-  void set_gradient(const Part& part, const float* dx) override {
-    const int64_t padded = round_up(keys_, kLanes);
-    for (int64_t j = 0; j < padded; j += 2) {
+  void set_gradient(const Part& part, const float* dx, int64_t first, int64_t last) override {
+    last = std::min(last, round_up(keys_, kLanes));
+    for (int64_t j = first; j < last; j += 2) {
       const bool seen = j >= part.j0 && j < part.j1;
       for (int64_t i = part.i0; i < part.i1; i += kLanes) {
         const float* at = dx + j * kStrip + i - part.i0;
         const Lanes even = seen ? load(at) : Lanes{}, odd = seen ? load(at + kStrip) : Lanes{};
-        P* rows = dx_rows_.data() + j * kStride + i;
+        P* rows = dx_rows_.data() + j * q_stride_ + i;
         if constexpr (kVnni) {
           const Shorts low = rounded(even), high = rounded(odd);
           store(rows, low);
-          store(rows + kStride, high);
-          store(dx_pairs_.data() + j * kStride + 2 * i, paired(low, high));
+          store(rows + q_stride_, high);
+          store(dx_pairs_.data() + j * q_stride_ + 2 * i, paired(low, high));
         } else {
           store(rows, even);
-          store(rows + kStride, odd);
+          store(rows + q_stride_, odd);
         }
       }
     }
   }
 
-  void add_gradient(int64_t slot, float* dk) override {
-    add_key_gradient(slot, dk);
+  void add_query_gradient(int64_t slot) override {
     const int64_t rows = round_up(rows_, kLanes), keys = round_up(keys_, kLanes);
     const P* right = kVnni ? dx_pairs_.data() : dx_rows_.data();
     at::native::cpublas::brgemm(
-        padded_dim, rows, keys, kBlockK, kStride, kBlockQ, true, k_columns_.data(), right, slots_[slot].dq.data(), kVnni);
+        padded_dim, rows, keys, kBlockK, q_stride_, q_stride_, true, k_columns_.data(), right, slots_[slot].dq.data(), kVnni);
   }
 
   void add_key_gradient(int64_t slot, float* dk) override {
-    const int64_t rows = round_up(rows_, kLanes), keys = round_up(keys_, kLanes);
-    const bool whole = keys == keys_;
-    float* sums = whole ? dk : dk_.reserve(kBlockK * padded_dim);
+    if (keys_ % kLanes == 0) return key_gradient(slot, true, dk);
+    float* sums = dk_.reserve(kBlockK * padded_dim);
+    key_gradient(slot, false, sums);
+    for (int64_t c = 0; c < keys_ * padded_dim; c++) dk[c] += sums[c];
+  }
+
+  void key_gradient(int64_t slot, bool add, float* dk) override {
     at::native::cpublas::brgemm(
-        keys, padded_dim, rows, kStride, pack_.pairs_stride(), padded_dim, whole, dx_rows_.data(), slots_[slot].pairs.data(), sums, kVnni);
-    if (!whole)
-      for (int64_t c = 0; c < keys_ * padded_dim; c++) dk[c] += sums[c];
+        round_up(keys_, kLanes), padded_dim, round_up(rows_, kLanes), q_stride_, pack_.pairs_stride(), padded_dim, add,
+        dx_rows_.data(), slots_[slot].pairs.data(), dk, kVnni);
   }
 
   void end_gradient(int64_t slot, void* dq, bool as_floats, int64_t head_stride) override {
@@ -138,7 +143,7 @@ class TypedDenseSide final : public DenseSide {
     alignas(64) float block[kLanes * kLanes];
     for (int64_t i = 0; i < rows_; i += kLanes)
       for (int64_t c = 0; c < dim; c += kLanes) {
-        transpose_words(columns + c * kBlockQ + i, kBlockQ * sizeof(float), block, kLanes * sizeof(float));
+        transpose_words(columns + c * q_stride_ + i, q_stride_ * sizeof(float), block, kLanes * sizeof(float));
         for (int64_t row = 0; row < std::min(kLanes, rows_ - i); row++) {
           const int64_t first = (i + row) / rows_of_head_ * head_stride + (i + row) % rows_of_head_ * dim + c;
           for (int64_t n = 0; n < std::min(kLanes, dim - c); n++) {
@@ -151,6 +156,7 @@ class TypedDenseSide final : public DenseSide {
   }
 
   int64_t bytes_of_row() const override { return width_ * sizeof(P); }
+  int64_t widest() const override { return kVnni ? kWide : kBlockQ; }  // float products err more, the more they add up
 
  private:
   // The keys as a left operand [width, keys] of dQ; values that are not finite become 0.

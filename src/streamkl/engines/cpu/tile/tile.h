@@ -19,7 +19,7 @@ namespace streamkl::cpu {
 constexpr int64_t kBlockQ = 256;  // rows that are packed together, at most
 constexpr int64_t kStrip = 128;   // rows of a tile
 constexpr int64_t kBlockK = 256;  // keys of a tile
-constexpr int64_t kStride = kBlockQ + kLanes;  // of right operands: powers of two would share too few cache sets
+constexpr int64_t kWide = 512;    // rows of several heads that lie side by side, at most
 constexpr int64_t kFewThreads = 8;  // up to so many threads, the allocator keeps their scratch
 constexpr int64_t kFar = 1 << 20;  // keys further apart are copied: brgemm counts bytes in 32 bits
 
@@ -65,8 +65,9 @@ class Buffer {
 };
 
 // Prefetches from main memory: long sequences do not fit the caches.
+template <int locality = 2>
 inline void fetch(const void* memory, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(memory) + at, 0, 2);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(memory) + at, 0, locality);
 }
 
 // A part of a tile: rows [i0, i1) and keys [j0, j1) of those taken, only keys that some row sees.
@@ -95,14 +96,19 @@ class DenseSide {
 
   // Gradients of the rows in a slot: begin, then for each tile set dx[j, i - i0] for parts that cover it, and add.
   virtual void begin_gradient(int64_t slot) = 0;
-  virtual void set_gradient(const Part& part, const float* dx) = 0;
-  // dk[keys, padded_dim] += dx q; dq += dx^T k is kept in the slot.
-  virtual void add_gradient(int64_t slot, float* dk) = 0;
-  // The first of the two alone.
+  // Sets those of the keys [first, last), all by default; keys outside of the part get 0.
+  virtual void set_gradient(const Part& part, const float* dx, int64_t first = 0, int64_t last = kBlockK) = 0;
+  // dq += dx^T k, which is kept in the slot.
+  virtual void add_query_gradient(int64_t slot) = 0;
+  // dk[keys, padded_dim] += dx q.
   virtual void add_key_gradient(int64_t slot, float* dk) = 0;
+  // dk (+)= dx q for the keys in whole lanes: those past the last one get 0.
+  virtual void key_gradient(int64_t slot, bool add, float* dk) = 0;
   // Writes dq[rows, dim], in the tensors' dtype or as floats; heads are head_stride apart.
   virtual void end_gradient(int64_t slot, void* dq, bool as_floats, int64_t head_stride = 0) = 0;
   virtual int64_t bytes_of_row() const = 0;
+  // How many rows a slot has room for: products add up so many in dK.
+  virtual int64_t widest() const = 0;
 
   int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }
 
