@@ -31,9 +31,9 @@ void head_gradient(float* head, const float* db, const Part& part, float factor,
     Lanes sum[4] = {};  // in four parts, to be more exact
     for (int64_t j = part.j0; j < part.j1; j++) {
       const Lanes x = load(head + j * kStrip + i), d = load(db + j * kStrip + i);
-      sum[j % 4] += d == 0.0f ? Lanes{} : d * logit<relu>(x, scale);
-      Lanes dx = d == 0.0f ? Lanes{} : d * by;
-      if constexpr (relu) dx = x * scale <= 0.0f ? Lanes{} : dx;
+      sum[j % 4] += select(d == 0.0f, Lanes{}, d * logit<relu>(x, scale));
+      Lanes dx = select(d == 0.0f, Lanes{}, d * by);
+      if constexpr (relu) dx = select(x * scale <= 0.0f, Lanes{}, dx);
       store(head + j * kStrip + i, dx);
     }
     store(d_weight.data + part.i0 + i, d_weight[part.i0 + i] + ((sum[0] + sum[1]) + (sum[2] + sum[3])));

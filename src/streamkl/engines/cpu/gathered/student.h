@@ -80,9 +80,9 @@ class GatheredStudent {
       float* x = x_.data() + n * kSelected;
       for (int64_t j = 0; j < count; j += kLanes) {
         const Lanes product = load(x + j), d = load(db + j);
-        d_weight += d == 0.0f ? Lanes{} : d * logit<relu>(product, scale);
-        Lanes dx = d == 0.0f ? Lanes{} : d * by;
-        if constexpr (relu) dx = product * scale <= 0.0f ? Lanes{} : dx;
+        d_weight += select(d == 0.0f, Lanes{}, d * logit<relu>(product, scale));
+        Lanes dx = select(d == 0.0f, Lanes{}, d * by);
+        if constexpr (relu) dx = select(product * scale <= 0.0f, Lanes{}, dx);
         store(x + j, dx);
       }
       d_weight_[n] += sum(d_weight);

@@ -100,15 +100,15 @@ inline PairedState merged_pair(const PairedState& lanes, double scale_a, double 
   const Lanes m_a = splat(largest(lanes.m_a)), m_b = splat(largest(lanes.m_b));
   const Lanes alpha = units_a.shrink(lanes.m_a, m_a), beta = units_b.shrink(lanes.m_b, m_b);
   const Lanes moved = units_a.difference(lanes.m_a, m_a) - units_b.difference(lanes.m_b, m_b);
-  const Lanes acc = lanes.l_a == 0.0f ? lanes.acc : alpha * (lanes.acc + lanes.l_a * moved);
+  const Lanes acc = select(lanes.l_a == 0.0f, lanes.acc, alpha * (lanes.acc + lanes.l_a * moved));
   return {m_a, splat(sum(alpha * lanes.l_a)), m_b, splat(sum(beta * lanes.l_b)), splat(sum(acc))};
 }
 
 template <Precision precision>
 MixtureState merged_mixture(const MixtureState& lanes) {
   const Lanes m = splat(largest(lanes.m_b));
-  const Lanes beta = lanes.m_b == m ? splat(1.0f) : lanes.m_b == -kInf ? Lanes{} : exponential<precision>(lanes.m_b - m);
-  const Lanes acc = lanes.s == 0.0f ? lanes.acc : lanes.acc + lanes.s * (m - lanes.m_b);
+  const Lanes beta = select(lanes.m_b == m, splat(1.0f), select(lanes.m_b == -kInf, Lanes{}, exponential<precision>(lanes.m_b - m)));
+  const Lanes acc = select(lanes.s == 0.0f, lanes.acc, lanes.acc + lanes.s * (m - lanes.m_b));
   return {m, splat(sum(beta * lanes.l_b)), splat(sum(lanes.s)), splat(sum(acc))};
 }
 

@@ -40,11 +40,11 @@ void paired_gradient(
       const Lanes za = (logit<relu_a>(xa, scale_a) - m_a), zb = (logit<relu_b>(xb, scale_b) - m_b);
       const Lanes p = exponential<precision>(za - ln_l_a);
       Lanes db = (exponential<precision>(zb - ln_l_b) - p) * weight_b;
-      if constexpr (relu_b) db = xb * scale_b <= 0.0f ? Lanes{} : db;
+      if constexpr (relu_b) db = select(xb * scale_b <= 0.0f, Lanes{}, db);
       store(b + j * stride, select(mask, db, Lanes{}));
       if constexpr (with_a()) {
         Lanes da = p * ((za - zb) - mu) * weight_a;
-        if constexpr (relu_a) da = xa * scale_a <= 0.0f ? Lanes{} : da;
+        if constexpr (relu_a) da = select(xa * scale_a <= 0.0f, Lanes{}, da);
         store(a + j * stride, select(mask, da, Lanes{}));
       }
     });
@@ -58,7 +58,7 @@ void mixture_gradient(const float* p, float* b, const Span& span, float factor, 
   each_key(span, [&](int64_t j, auto mask, int) {
     const Lanes x = load(b + j * stride);
     Lanes db = (exponential<precision>((logit<relu>(x, scale) - m) - ln_l) - load(p + j * stride)) * weight;
-    if constexpr (relu) db = x * scale <= 0.0f ? Lanes{} : db;
+    if constexpr (relu) db = select(x * scale <= 0.0f, Lanes{}, db);
     store(b + j * stride, select(mask, db, Lanes{}));
   });
 }
@@ -78,8 +78,8 @@ struct TrainState {
       sum_p[turn] += select(mask, value, Lanes{});
       sum[turn] += select(mask, mixture_term<precision>(value, log_q), Lanes{});
       Lanes db = (exponential<precision>(log_q) - value) * weight;
-      if constexpr (relu) db = x * scale <= 0.0f ? Lanes{} : db;
-      db = without ? Lanes{} : db;
+      if constexpr (relu) db = select(x * scale <= 0.0f, Lanes{}, db);
+      db = select(without, Lanes{}, db);
       store(b + j * stride, select(mask, db, Lanes{}));
     });
     s += sum_p[0] + sum_p[1];

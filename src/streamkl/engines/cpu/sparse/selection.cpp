@@ -109,15 +109,7 @@ class AttentionScores {
 
 // The largest element of each of sixteen vectors.
 STREAMKL_INLINE Lanes largest_of_each(Lanes* x) {
-  constexpr Ints even{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, odd = even + 1;
-#pragma GCC unroll 4
-  for (int n = 8; n > 0; n /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < n; i++) {
-      const Lanes a = x[2 * i], b = x[2 * i + 1];
-      x[i] = max(__builtin_shuffle(a, b, even), __builtin_shuffle(a, b, odd));
-    }
-  return x[0];
+  return folded(x, [](const Lanes& a, const Lanes& b) { return max(a, b); });
 }
 
 // Query blocks that are selected for together: rows [i0, i1) of a sequence, from block `first_block` on.
@@ -195,7 +187,7 @@ class Selection {
   STREAMKL_INLINE Lanes finished(Lanes top) const {
     top = max(top, splat(-kInf));
     const Lanes score = source_.relu() ? max(top * scale_, Lanes{}) : top * scale_;
-    return top == -kInf ? top : score;
+    return select(top == -kInf, top, score);
   }
 
   // Whether all sixteen rows see the sixteen keys from j on, and whether no row sees any of them.
@@ -254,7 +246,7 @@ class Selection {
   void favour_diagonal(const SelectionTask& task, int64_t n, int64_t count) {
     float* scores = scores_.data() + n * stride_;
     constexpr float most = std::numeric_limits<float>::max();
-    for (int64_t j = 0; j < count; j += kLanes) store(scores + j, load(scores + j) > most ? splat(most) : load(scores + j));
+    for (int64_t j = 0; j < count; j += kLanes) store(scores + j, min(splat(most), load(scores + j)));
     const int64_t first = task.i0 + n * query_block_, last = std::min(first + query_block_, task.i1);
     for (int64_t i = first; i < last; i++) {
       const int64_t key = i + task.seq.diagonal;

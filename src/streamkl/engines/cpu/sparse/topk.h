@@ -27,7 +27,7 @@ class TopK {
     for (int64_t j = 0; j < count; j += kLanes) {
       const Ints value = ordered(load(scores + j));
       store(values + j, value);
-      top = value > top ? value : top;
+      top = streamkl::cpu::select(value > top, value, top);
       selectable -= value > kNone;
     }
     int32_t highest = kNone;

@@ -1,103 +1,23 @@
-// A vector of sixteen floats and its arithmetic: one AVX-512 register, or two of AVX2.
+// Arithmetic of sixteen floats: exponentials and logarithms, rounding, transposition, inner products.
 #pragma once
+
+#include "tile/vectors.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <type_traits>
-
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
-#define STREAMKL_INLINE [[gnu::always_inline]] inline
-
 namespace streamkl::cpu {
 
-constexpr int64_t kLanes = 16;
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kLargest = std::numeric_limits<float>::max(), kSmallest = std::numeric_limits<float>::min();
-
-using Lanes = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Words = uint32_t __attribute__((vector_size(64)));
-using Shorts = uint16_t __attribute__((vector_size(32)));
-using Pairs = uint16_t __attribute__((vector_size(64)));
-
-template <typename To, typename From>
-STREAMKL_INLINE To bits_of(const From& x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To bits;
-  std::memcpy(&bits, &x, sizeof(To));
-  return bits;
-}
-
-template <typename V = Lanes, typename T>
-STREAMKL_INLINE V load(const T* from) {
-  V v;
-  std::memcpy(&v, from, sizeof(V));
-  return v;
-}
-
-template <typename T, typename V>
-STREAMKL_INLINE void store(T* to, const V& v) {
-  std::memcpy(to, &v, sizeof(V));
-}
-
-STREAMKL_INLINE Lanes splat(float x) { return Lanes{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-STREAMKL_INLINE Ints iota() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-
-STREAMKL_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) {
-#ifdef __AVX512F__
-  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#ifndef __AVX512F__
+STREAMKL_INLINE Lanes floor(const Lanes& x) {
+#ifdef __AVX__
+  return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)};
 #else
-  return a * b + c;
+  const Lanes n = (x + 12582912.0f) - 12582912.0f;
+  return select(n > x, n - 1.0f, n);
 #endif
 }
-
-// The larger one; b where one of them is nan.
-STREAMKL_INLINE Lanes max(Lanes a, Lanes b) {
-#ifdef __AVX512F__
-  return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  return a > b ? a : b;
 #endif
-}
-
-// The sum of all lanes, always in one order: halves onto halves.
-STREAMKL_INLINE float sum(Lanes x) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_ps((__m512)x);
-#else
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int l = 0; l < half; l++) x[l] += x[l + half];
-  return x[0];
-#endif
-}
-
-STREAMKL_INLINE float largest(Lanes x) {
-#ifdef __AVX512F__
-  return _mm512_reduce_max_ps((__m512)x);
-#else
-  float top = x[0];
-  for (int l = 1; l < kLanes; l++) top = x[l] > top ? x[l] : top;
-  return top;
-#endif
-}
-
-STREAMKL_INLINE bool any(Ints mask) {
-#ifdef __AVX512F__
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#else
-  int32_t all = 0;
-  for (int l = 0; l < kLanes; l++) all |= mask[l];
-  return all != 0;
-#endif
-}
 
 // The precision of exponentials. Products of bfloat16 and float16 err far more than kFast does.
 enum class Precision { kFast, kExact };
@@ -107,10 +27,7 @@ STREAMKL_INLINE Lanes power_of_two(Lanes x) {
 #ifdef __AVX512F__
   const Lanes f = (Lanes)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
 #else
-  const Lanes clamped = x < -126.0f ? splat(-127.0f) : x > 127.0f ? splat(128.0f) : x;
-  Lanes n = (clamped + 12582912.0f) - 12582912.0f;
-  n = n > clamped ? n - 1.0f : n;
-  const Lanes f = clamped - n;
+  const Lanes clamped = max(splat(-127.0f), min(splat(128.0f), x)), n = floor(clamped), f = clamped - n;
 #endif
   Lanes p = fma(splat(1.86713017e-3f), f, splat(9.01702978e-3f));
   p = fma(p, f, splat(5.57999127e-2f));
@@ -120,7 +37,7 @@ STREAMKL_INLINE Lanes power_of_two(Lanes x) {
 #ifdef __AVX512F__
   return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
-  return x != x ? x : p * bits_of<Lanes>((__builtin_convertvector(n, Ints) + 127) << 23);
+  return p * bits_of<Lanes>((converted<Ints>(n) + 127) << 23);
 #endif
 }
 
@@ -130,7 +47,7 @@ constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 template <Precision precision>
 STREAMKL_INLINE Lanes exponential(Lanes x) {
   if constexpr (precision == Precision::kFast) return power_of_two(x * kLog2e);
-  const Lanes clamped = x < -104.0f ? splat(-104.0f) : x > 89.0f ? splat(89.0f) : x;
+  const Lanes clamped = max(splat(-104.0f), min(splat(89.0f), x));
   const Lanes n = (clamped * kLog2e + 12582912.0f) - 12582912.0f;
   Lanes r = fma(n, splat(-0.693359375f), clamped);
   r = fma(n, splat(2.12194440e-4f), r);
@@ -144,9 +61,8 @@ STREAMKL_INLINE Lanes exponential(Lanes x) {
   return (Lanes)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
   // 2^n in two steps, so that results below the smallest normal are reached.
-  const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1, rest = whole - half;
-  const Lanes value = p * bits_of<Lanes>((half + 127) << 23) * bits_of<Lanes>((rest + 127) << 23);
-  return x != x ? x : value;
+  const Ints whole = converted<Ints>(n), half = whole >> 1, rest = whole - half;
+  return p * bits_of<Lanes>((half + 127) << 23) * bits_of<Lanes>((rest + 127) << 23);
 #endif
 }
 
@@ -162,10 +78,10 @@ STREAMKL_INLINE Lanes logarithm(Lanes x) {
     p = fma(p, f, splat(-2.49792699e-1f));
     p = fma(p, f, splat(3.3330707e-1f));
     p = fma(p, f, splat(-5.00001672e-1f));
-    return fma(__builtin_convertvector(exponent, Lanes), splat(kLn2), fma(p, f * f, f));
+    return fma(converted<Lanes>(exponent), splat(kLn2), fma(p, f * f, f));
   }
   const Ints bits = bits_of<Ints>(x), exponent = (bits - 0x3f3504f3) >> 23;
-  const Lanes f = bits_of<Lanes>(bits - (exponent << 23)) - 1.0f, e = __builtin_convertvector(exponent, Lanes);
+  const Lanes f = bits_of<Lanes>(bits - (exponent << 23)) - 1.0f, e = converted<Lanes>(exponent);
   Lanes p = fma(splat(7.0376836292e-2f), f, splat(-1.1514610310e-1f));
   p = fma(p, f, splat(1.1676998740e-1f));
   p = fma(p, f, splat(-1.2420140846e-1f));
@@ -183,9 +99,9 @@ STREAMKL_INLINE Lanes logarithm(Lanes x) {
 
 // x / n, where r is 1 / n, and n / n = 1. Without a division, which takes five times as long, if products can be fused.
 STREAMKL_INLINE Lanes divided(Lanes x, Lanes n, Lanes r) {
-#ifdef __AVX512F__
+#ifdef __FMA__
   const Lanes quotient = x * r, rest = fma(-quotient, n, x);
-  return rest == rest ? fma(rest, r, quotient) : quotient;  // inf stays inf
+  return select(rest == rest, fma(rest, r, quotient), quotient);  // inf stays inf
 #else
   return x / n;
 #endif
@@ -198,7 +114,7 @@ STREAMKL_INLINE Shorts rounded(Lanes x) {
 #else
   const Words bits = bits_of<Words>(x);
   const Words up = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  return __builtin_convertvector(x != x ? Words{} + 0x7fc0u : up, Shorts);
+  return converted<Shorts>(select(x != x, Words{} + 0x7fc0u, up));
 #endif
 }
 
@@ -206,10 +122,13 @@ STREAMKL_INLINE Shorts rounded(Lanes x) {
 template <typename T>
 STREAMKL_INLINE Lanes widened(Shorts x) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    return bits_of<Lanes>(__builtin_convertvector(x, Words) << 16);
+    return bits_of<Lanes>(converted<Words>(x) << 16);
   } else {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return (Lanes)_mm512_cvtph_ps(bits_of<__m256i>(x));
+#elif defined(__F16C__)
+    const auto eight = bits_of<__m256i>(x);
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(eight)), _mm256_cvtph_ps(_mm256_extracti128_si256(eight, 1))};
 #else
     Lanes y;
     for (int l = 0; l < kLanes; l++) y[l] = c10::Half(x[l], c10::Half::from_bits());
@@ -220,22 +139,20 @@ STREAMKL_INLINE Lanes widened(Shorts x) {
 
 // Pairs as matrix engines want them: the even ones in the low halves.
 STREAMKL_INLINE Words paired(Shorts even, Shorts odd) {
-  return __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16;
+  return converted<Words>(even) | converted<Words>(odd) << 16;
 }
 
 // The same of 32 numbers each, written side by side: to[2 c] = even[c], to[2 c + 1] = odd[c].
 STREAMKL_INLINE void store_paired(void* to, Pairs even, Pairs odd) {
-  constexpr Pairs low{0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47}, high = low + 16;
-  store(static_cast<char*>(to), __builtin_shuffle(even, odd, low));
-  store(static_cast<char*>(to) + sizeof(Pairs), __builtin_shuffle(even, odd, high));
+  const auto both = interleaved(even, odd);
+  store(static_cast<char*>(to), both.low);
+  store(static_cast<char*>(to) + sizeof(Pairs), both.high);
 }
 
 // to[c][r] = row(r)[c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns. Of fewer rows or
 // columns, which cost less, the others are 0 or left out.
 template <int rows = 16, int columns = 16, typename Row>
 STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes) {
-  constexpr Words low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
   Words x[16], y[16];
 #pragma GCC unroll 16
   for (int r = 0; r < 16; r++) x[r] = r < rows ? load<Words>(row(r)) : Words{};
@@ -243,8 +160,9 @@ STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes)
   for (int stage = 0; stage < 4; stage++) {
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++) {
-      y[2 * r] = __builtin_shuffle(x[r], x[r + 8], low);
-      y[2 * r + 1] = __builtin_shuffle(x[r], x[r + 8], high);
+      const auto both = interleaved(x[r], x[r + 8]);
+      y[2 * r] = both.low;
+      y[2 * r + 1] = both.high;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < 16; r++) x[r] = y[r];
@@ -276,18 +194,13 @@ STREAMKL_INLINE void add_products(const Row& row, const float* q, int64_t c, Lan
 // folded in the order that transposes them: float products made so err less than a library's.
 template <typename Row>
 STREAMKL_INLINE Lanes inner_products(const Row& row, const float* q, int64_t width) {
-  constexpr Ints low{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
   Lanes x[16];
 #pragma GCC unroll 16
   for (int r = 0; r < 16; r++) x[r] = Lanes{};
   int64_t c = 0;
   for (; c + 4 * kLanes <= width; c += 4 * kLanes) add_products<4>(row, q, c, x);
   for (; c < width; c += kLanes) add_products<1>(row, q, c, x);
-#pragma GCC unroll 4
-  for (int half = 8; half > 0; half /= 2)
-#pragma GCC unroll 8
-    for (int r = 0; r < half; r++) x[r] = __builtin_shuffle(x[r], x[r + half], low) + __builtin_shuffle(x[r], x[r + half], high);
-  return x[0];
+  return folded(x, [](const Lanes& a, const Lanes& b) { return a + b; });
 }
 
 }  // namespace streamkl::cpu

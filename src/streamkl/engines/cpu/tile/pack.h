@@ -83,7 +83,7 @@ struct Packing {
   template <typename V>
   static V finite(V x) {
     constexpr Bits exponent = kVnni ? Bits(0x7f80) : Bits(0x7f800000u);
-    return (x & exponent) == exponent ? V{} : x;
+    return select((x & exponent) == exponent, V{}, x);
   }
 };
 

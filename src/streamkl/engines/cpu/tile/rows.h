@@ -47,12 +47,11 @@ inline Span without(Span span, Ints rows) {
   const bool whole = span.begin == span.full_begin && span.full_end == span.end;
   const Ints first = whole ? Ints{} + static_cast<int32_t>(span.begin) : span.first;
   const Ints last = whole ? Ints{} + static_cast<int32_t>(span.end) : span.last;
-  return {span.begin, span.end, span.end, span.end, first, rows ? Ints{} : last};
+  return {span.begin, span.end, span.end, span.end, first, select(rows, Ints{}, last)};
 }
 
 struct All {};
 STREAMKL_INLINE Lanes select(All, Lanes a, Lanes) { return a; }
-STREAMKL_INLINE Lanes select(Ints mask, Lanes a, Lanes b) { return mask ? a : b; }
 
 // A mask of a bit per lane.
 struct Bits {
@@ -62,7 +61,7 @@ STREAMKL_INLINE Lanes select(Bits mask, Lanes a, Lanes b) {
 #ifdef __AVX512F__
   return (Lanes)_mm512_mask_blend_ps(mask.bits, (__m512)b, (__m512)a);
 #else
-  return (((Ints{} + mask.bits) >> iota()) & 1) != 0 ? a : b;
+  return select((((Ints{} + mask.bits) >> iota()) & 1) != 0, a, b);
 #endif
 }
 
@@ -111,7 +110,7 @@ struct Units {
   }
   // The factor of sums when m is raised to top; exactly 1 where it is not raised.
   STREAMKL_INLINE Lanes shrink(Lanes m, Lanes top) const {
-    return m == top ? splat(1.0f) : m == -kInf ? Lanes{} : weight(difference(m, top));
+    return select(m == top, splat(1.0f), select(m == -kInf, Lanes{}, weight(difference(m, top))));
   }
 
   STREAMKL_INLINE Lanes largest(const float* x, int64_t stride, const Span& span) const {
@@ -125,7 +124,7 @@ struct Units {
   STREAMKL_INLINE Lanes reference(Lanes m, Ints late, const float* x, int64_t stride, const Span& span) const {
     if (precision == Precision::kFast && !any(late)) return m;
     const Lanes top = max(largest(x, stride, span), m);
-    return precision == Precision::kExact ? top : late ? top : m;
+    return precision == Precision::kExact ? top : select(late, top, m);
   }
 };
 
@@ -164,7 +163,7 @@ struct LogSumExp {
       l *= units.shrink(m, top);
       m = top;
       sum[0] = sum[1] = Lanes{};
-      const Lanes at = top == -kInf ? Lanes{} : top;  // logits of -inf have weight 0; the next tile may have others
+      const Lanes at = select(top == -kInf, Lanes{}, top);  // logits of -inf have weight 0; the next tile may have others
       each_key(span, [&](int64_t j, auto mask, int turn) {
         const Lanes z = units.difference(units.value(load(x + j * stride)), at);
         sum[turn] += select(mask, units.weight(z), Lanes{});
@@ -189,13 +188,13 @@ struct PairedState {
       const Lanes top_b = units_b.reference(m_b, late_b, b, stride, span);
       const Lanes alpha = units_a.shrink(m_a, top_a);
       const Lanes moved = units_a.difference(m_a, top_a) - units_b.difference(m_b, top_b);
-      acc = l_a == 0.0f ? acc : alpha * (acc + l_a * moved);
+      acc = select(l_a == 0.0f, acc, alpha * (acc + l_a * moved));
       l_a *= alpha;
       l_b *= units_b.shrink(m_b, top_b);
       m_a = top_a;
       m_b = top_b;
       for (int turn : {0, 1}) sum_a[turn] = sum_b[turn] = sum[turn] = Lanes{};
-      const Lanes at_a = top_a == -kInf ? Lanes{} : top_a;
+      const Lanes at_a = select(top_a == -kInf, Lanes{}, top_a);
       each_key(span, [&](int64_t j, auto mask, int turn) {
         __builtin_prefetch(a + (j + kAhead) * stride);
         __builtin_prefetch(b + (j + kAhead) * stride);
@@ -237,9 +236,9 @@ struct MixtureState {
       sum_p[turn] += select(mask, weight, Lanes{});
       sum[turn] += select(mask, mixture_term<precision>(weight, zb), Lanes{});
     });
-    acc = (s == 0.0f ? acc : acc + s * (m - m_b)) + (sum[0] + sum[1]);
+    acc = select(s == 0.0f, acc, acc + s * (m - m_b)) + (sum[0] + sum[1]);
     s += sum_p[0] + sum_p[1];
-    l_b = (m_b == m ? l_b : m_b == -kInf ? Lanes{} : l_b * exponential<precision>(m_b - m)) + (sum_b[0] + sum_b[1]);
+    l_b = select(m_b == m, l_b, select(m_b == -kInf, Lanes{}, l_b * exponential<precision>(m_b - m))) + (sum_b[0] + sum_b[1]);
     m_b = m;
   }
 };

@@ -170,8 +170,8 @@ class TypedDenseSide final : public DenseSide {
         Bits* even = reinterpret_cast<Bits*>(columns + c * kBlockK);
         for (int64_t j = 0; j < padded; j += kLanes) {
           const Words pair = load<Words>(from_pair + 2 * j);
-          store(even + j, Pack::finite(__builtin_convertvector(pair & 0xffffu, Shorts)));
-          store(even + kBlockK + j, Pack::finite(__builtin_convertvector(pair >> 16, Shorts)));
+          store(even + j, Pack::finite(converted<Shorts>(pair & 0xffffu)));
+          store(even + kBlockK + j, Pack::finite(converted<Shorts>(pair >> 16)));
         }
       }
     } else {
