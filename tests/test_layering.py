@@ -55,7 +55,8 @@ ALLOWED = {
     },
     "flops.py": {"streamkl.ops", "streamkl.problem"},
     "padding.py": set(),
-    "validation.py": {"streamkl.value_checks"},
+    "autocasting.py": set(),
+    "validation.py": {"streamkl.autocasting", "streamkl.value_checks"},
     "value_checks.py": set(),
     "problem.py": set(),
     "state.py": set(),
@@ -468,6 +469,7 @@ TRANSFORMERS = {
 `BELOW`."""
 BELOW = {
     "streamkl",
+    "streamkl.autocasting",
     "streamkl.dense_attention",
     "streamkl.durable",
     "streamkl.extras",

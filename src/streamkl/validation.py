@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor
 
 from streamkl import value_checks
+from streamkl.autocasting import autocast
 
 BACKENDS = ("auto", "reference", "triton", "cpu", "tiled")
 FARTHEST = 2**40
@@ -370,14 +371,6 @@ def check_teacher_lse(arguments: KLArguments, lse: Tensor) -> None:
     value_checks.check_teacher_mass(mass, arguments.teacher_lse)
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """Casts as autocast casts the inputs of ``scaled_dot_product_attention``: float64 stays."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
-
-
 def _keys(
     causal: bool,
     window: tuple[int, int] | None,
@@ -447,7 +440,7 @@ def _canonical(named: dict[str, Tensor], keys: Keys, layout: str | None = None) 
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16: got {x.dtype}")
         if x.device != first.device:
             raise ValueError(f"{name} must be on the device of {first_name}, {first.device}: got {x.device}")
-        view = _autocast(x.transpose(0, 1).unsqueeze(0) if keys.packed else x)
+        view = autocast(x.transpose(0, 1).unsqueeze(0) if keys.packed else x)
         for axis, dim in (("head", 1), ("dimension", 3)):
             if view.shape[dim] == 0:
                 raise ValueError(f"{name} must have at least one {axis}: got shape {list(x.shape)}")

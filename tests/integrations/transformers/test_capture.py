@@ -170,11 +170,13 @@ def test_what_cannot_be_captured_is_refused_in_a_sentence() -> None:
         captured[0]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "streamkl_dense"])
 def test_under_autocast_q_and_k_have_the_dtype_that_attention_multiplies(implementation: str) -> None:
     """RoPE leaves them in float32, of which attention makes bfloat16."""
-    model = tiny_model("llama", attn_implementation=implementation)
-    ids = tokens(1, 8)
+    ids, model = tokens(1, 8), tiny_model("llama")
+    if implementation == "streamkl_dense":
+        skl.sparsify(model, OracleSelector(4, 2))
+    model.set_attn_implementation(implementation)
     with torch.autocast("cpu", torch.bfloat16):
         alone = model(ids).logits
         with capture_attention(model) as captured:
@@ -183,3 +185,18 @@ def test_under_autocast_q_and_k_have_the_dtype_that_attention_multiplies(impleme
     for layer in captured.values():
         assert layer.call.q.dtype == layer.call.k.dtype == torch.bfloat16
         assert layer.call.q.requires_grad
+
+
+@torch.no_grad()
+def test_under_autocast_a_log_sum_exp_is_that_of_what_attention_multiplies() -> None:
+    ids, model = tokens(1, 8), tiny_model("llama", attn_implementation="sdpa")
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = model(ids).logits
+        with capture_attention(model, lse=True) as captured:
+            logits = model(ids).logits
+    torch.testing.assert_close(logits, alone, atol=0.02, rtol=0.02)
+    for layer in captured.values():
+        call = layer.call
+        assert call.lse is not None
+        wanted = attention_lse(call.q.double(), call.k.double(), scale=call.scale, causal=True)
+        torch.testing.assert_close(call.lse.double(), wanted, atol=1e-3, rtol=0)

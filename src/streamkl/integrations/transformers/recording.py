@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from streamkl.autocasting import autocast
 from streamkl.integrations.transformers.layout import Layout
 from streamkl.integrations.transformers.masks import Sequences
 from streamkl.sparse import AttentionCall
@@ -27,8 +28,9 @@ class Attended(NamedTuple):
 
     Attributes:
         layer: The number of the layer.
-        call: Its q and k, after RoPE, the scale, the mask, the log-sum-exp if it is known, and the indexer's tensors,
-            with their graph if gradients are enabled. A padded or packed batch is packed, without padding.
+        call: Its q and k, after RoPE, in the dtype that attention multiplies (autocast's, where it is on), the scale,
+            the mask, the log-sum-exp if it is known, and the indexer's tensors, with their graph if gradients are
+            enabled. A padded or packed batch is packed, without padding.
         indices: The selected keys; ``None`` for dense attention.
         query_block: How many queries share their top-k.
         tokens: ``[Tq]``: where each packed query lies in the batch, counted row by row; ``None`` if all are there.
@@ -115,6 +117,7 @@ class Capture(Mapping[int, Attended]):
     def record(self, recorded: Recorded) -> None:
         """Keeps an attention, or hands it to ``each``."""
         self._done[recorded.layer] = True
+        recorded = recorded._replace(query=autocast(recorded.query), key=autocast(recorded.key))
         if self.each is None:
             self._kept[recorded.layer] = recorded
         else:
@@ -124,6 +127,8 @@ class Capture(Mapping[int, Attended]):
         """Keeps an attention that an implementation of StreamKL has packed already, or hands it to ``each``."""
         if self.graph and not torch.is_grad_enabled():
             return
+        call = attended.call
+        attended = attended._replace(call=call._replace(q=autocast(call.q), k=autocast(call.k)))
         if self.each is None:
             self._kept[attended.layer] = attended
         else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from streamkl.autocasting import autocast
 from streamkl.dense_attention import causal_attention
 from streamkl.integrations.transformers.masks import Sequences
 from streamkl.integrations.transformers.recording import Recorded, captures_of, open_captures, refuse
@@ -102,11 +103,10 @@ def _attention(name: str, function: Callable | None) -> Callable:
         scale, lse, output = kwargs.get("scaling"), None, None
         wanted = name == "sdpa" and any(c.lse for c, _ in captures) and not torch.is_grad_enabled()
         if wanted and not kwargs.get("dropout") and _plain(found[0][2], query, key):
-            attended, lse = causal_attention(query, key, value, scale)
+            attended, lse = causal_attention(autocast(query), autocast(key), autocast(value), scale)
             output = attended.transpose(1, 2).contiguous(), None
         if output is None:
             output = attention(module, query, key, value, attention_mask, *args, **kwargs)
-        query, key = _as_multiplied(query), _as_multiplied(key)
         for capture, layer, sequences in found:
             capture.record(Recorded(layer, query, key, scale, sequences, lse))
         return output
@@ -136,14 +136,6 @@ def eager_of(cls: type) -> Callable:
         if found is not None:
             return found
     raise ValueError(f"the file of {cls.__name__} has no eager attention: capture it with another attn_implementation")
-
-
-def _as_multiplied(x: Tensor) -> Tensor:
-    """In autocast's dtype, where it is on: models rotate q and k in float32, and attention casts them."""
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
 
 
 def _plain(sequences: Sequences, query: Tensor, key: Tensor) -> bool:
