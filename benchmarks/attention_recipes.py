@@ -16,10 +16,10 @@ Seed 0 chooses the learning rate of each loss, and then the weight and the layer
 by the held-out loss. Then each loss is trained with each seed until it has taken the time of the slowest one, and is
 evaluated after the same number of steps and after the same time. How many steps take the same time is measured once, in
 a few steps of each loss. Time is that of the process on all its cores, so that other work on the machine does not
-decide how many steps a loss gets; ``OMP_WAIT_POLICY=passive`` keeps threads that wait out of it. On two cores two
-recipes beside each other, each with ``OMP_NUM_THREADS=1`` and an output of its own, take less time than one after the
-other. Every training that ends is a line of the output: the same command resumes a run that was stopped. What is
-compared has one dtype (``--dtype``); choices that were made in another one hold.
+decide how many steps a loss gets; ``OMP_WAIT_POLICY=passive`` keeps threads that wait out of it. Every training that
+ends is a line of the output: the same command resumes a run that was stopped, and a second one beside it takes a share
+of the trainings. With ``OMP_NUM_THREADS=1`` a command per core takes less time than one on all cores. What is compared
+has one dtype (``--dtype``); choices that were made in another one hold.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import fcntl
+import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -190,20 +193,45 @@ class Bench:
     tuning_sequences: int
 
     def __post_init__(self) -> None:
-        if self.output.exists():  # a last line that was cut off
-            whole = self.output.read_text()
-            self.output.write_text(whole[: whole.rfind("\n") + 1])
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        with self._held("output"):
+            if self.output.exists():  # a last line that was cut off
+                whole = self.output.read_text()
+                self.output.write_text(whole[: whole.rfind("\n") + 1])
 
-    def found(self, trial: Trial, dtypes: tuple[str, ...]) -> dict[str, Any] | None:
-        """The record of a training that has run in one of the dtypes."""
+    @contextmanager
+    def _held(self, name: str, wait: bool = True) -> Iterator[bool]:
+        """Whether this process alone has what has a name; another one that has it is waited for, or not."""
+        with (self.scratch / f"{name}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+            else:
+                yield True  # closing the file lets go of it
+
+    def found(self, trial: Trial, dtypes: tuple[str, ...], evaluated: bool) -> dict[str, Any] | None:
+        """The record of a training that has run in one of the dtypes, and was evaluated if that is asked for."""
         wanted = {"trial": dataclasses.asdict(trial), "data": self.data}
-        records = (record for record in read(self.output) if record["dtype"] in dtypes)
+        records = (r for r in read(self.output) if r["dtype"] in dtypes and (r["evaluations"] or not evaluated))
         return next((record for record in records if wanted.items() <= record.items()), None)
 
-    def run(self, trial: Trial, *, dtypes: tuple[str, ...] = (), evaluated: bool = True) -> dict[str, Any]:
-        """The record of a training, which runs if there is none yet of this dtype or of one of `dtypes`."""
-        if (before := self.found(trial, (self.dtype, *dtypes))) is not None:
-            return before
+    def run(
+        self, trials: Iterable[Trial], *, dtypes: tuple[str, ...] = (), evaluated: bool = True
+    ) -> list[dict[str, Any]]:
+        """The records of trainings, which run where there is none yet of this dtype or of one of `dtypes`.
+
+        What another process trains at the time comes last.
+        """
+        trials = list(trials)
+        for wait in (False, True):
+            for trial in trials:
+                with self._held(hashlib.sha256(repr((trial, self.data)).encode()).hexdigest()[:16], wait) as held:
+                    if held and self.found(trial, (self.dtype, *dtypes), evaluated) is None:
+                        self._train(trial, evaluated)
+        return [found for t in trials if (found := self.found(t, (self.dtype, *dtypes), evaluated)) is not None]
+
+    def _train(self, trial: Trial, evaluated: bool) -> None:
         print(f"{trial.recipe}: {describe(trial)}, {trial.steps} steps", flush=True)
         part = slice(self.tuning_sequences, None) if trial.also else slice(self.tuning_sequences)
         texts = {name: ids[part] for name, ids in self.texts.items()}
@@ -218,9 +246,8 @@ class Bench:
             "seconds_per_step": median(evaluation.seconds),
             "machine": facts(torch.device("cpu")),
         }
-        with self.output.open("a") as file:
+        with self._held("output"), self.output.open("a") as file:
             file.write(json.dumps(record) + "\n")
-        return json.loads(json.dumps(record))
 
     def _trainer(self, trial: Trial, evaluation: Evaluation) -> Trainer:
         student = RECIPES[trial.recipe](AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32))
@@ -246,8 +273,9 @@ class Bench:
     def tune(self, recipe: str, steps: int) -> dict[str, Trial]:
         """The best learning rate of each loss, and the best weight and layers of attention KL."""
 
-        def best(trials: Iterator[Trial]) -> Trial:
-            return min(trials, key=lambda trial: judged(self.run(trial, dtypes=DTYPES)))
+        def best(trials: Iterable[Trial]) -> Trial:
+            records = self.run(trials, dtypes=DTYPES)
+            return Trial(**min(records, key=judged)["trial"])
 
         found: dict[str, Trial] = {}
         for loss in LOSSES:
@@ -273,11 +301,13 @@ def compare(bench: Bench, recipe: str, steps: int, tuning_steps: int, seeds: int
     """Tunes the losses of a recipe, and trains each with each seed."""
     tuned = bench.tune(recipe, tuning_steps)
     timed = {loss: dataclasses.replace(trial, steps=TIMED_STEPS) for loss, trial in tuned.items()}
-    costs = {loss: bench.run(trial, evaluated=False)["seconds_per_step"] for loss, trial in timed.items()}
-    for seed in range(seeds):
-        for loss, trial in tuned.items():
-            as_long = round(steps * max(costs.values()) / costs[loss])
-            bench.run(dataclasses.replace(trial, seed=seed, steps=as_long, also=steps))
+    costs = [record["seconds_per_step"] for record in bench.run(timed.values(), evaluated=False)]
+    as_long = {loss: round(steps * max(costs) / cost) for loss, cost in zip(timed, costs, strict=True)}
+    bench.run(
+        dataclasses.replace(trial, seed=seed, steps=as_long[loss], also=steps)
+        for seed in range(seeds)
+        for loss, trial in tuned.items()
+    )
 
 
 def describe(trial: Trial) -> str:
@@ -293,24 +323,24 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def tables(records: list[dict[str, Any]]) -> str:
-    """A table per recipe and held-out text: perplexities, and their change from that of the language-model loss.
+    """A table per recipe, dtype and held-out text: perplexities, and their change from the language-model loss.
 
     The change is that of the mean over seeds, with Student's interval over the held-out sequences at 95%, and the
     least and the most of the seeds.
     """
     final = [record for record in records if record["trial"]["also"]]
     lines: list[str] = []
-    for recipe in dict.fromkeys(record["trial"]["recipe"] for record in final):
-        here = [record for record in final if record["trial"]["recipe"] == recipe]
+    for recipe, dtype in dict.fromkeys((record["trial"]["recipe"], record["dtype"]) for record in final):
+        here = [record for record in final if (record["trial"]["recipe"], record["dtype"]) == (recipe, dtype)]
         for text in next(iter(here[0]["evaluations"].values()))["losses"]:
             for when in ("steps", "time"):
-                lines += _table(here, recipe, text, when)
+                lines += _table(here, f"{recipe}, {dtype}", text, when)
     return "\n".join(lines)
 
 
-def _table(records: list[dict[str, Any]], recipe: str, text: str, when: str) -> list[str]:
+def _table(records: list[dict[str, Any]], what: str, text: str, when: str) -> list[str]:
     lines = [
-        f"\n{recipe}, {text} text, equal {when}:\n",
+        f"\n{what}, {text} text, equal {when}:\n",
         "| loss | steps | processor seconds | perplexity | change | seeds |",
         "| --- | --: | --: | --: | --- | --- |",
     ]

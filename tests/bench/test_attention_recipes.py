@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,7 +101,9 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     assert all(len(e["losses"]["old"]) == 4 for record in final for e in record["evaluations"].values())
     table = capsys.readouterr().out
     assert all(
-        f"continual, {name} text, equal {when}" in table for name in ("held-out", "old") for when in ("steps", "time")
+        f"continual, float32, {name} text, equal {when}" in table
+        for name in ("held-out", "old")
+        for when in ("steps", "time")
     )
     assert table.count("| both |") == 4
 
@@ -108,13 +115,45 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     assert [record["trial"] for record in again] == [record["trial"] for record in records]
     trial, data = recipes.Trial(**again[0]["trial"]), {**again[0]["data"]}
     other = recipes.Bench("another model", data, torch.zeros(1, 8), {}, output, tmp_path, 1, "bfloat16", 1)
-    assert other.found(trial, ("bfloat16",)) is None, "a record of another dtype is not taken"
-    assert other.run(trial, dtypes=recipes.DTYPES) == again[0], "but for a choice"
+    assert other.found(trial, ("bfloat16",), True) is None, "a record of another dtype is not taken"
+    assert other.run([trial], dtypes=recipes.DTYPES) == [again[0]], "but for a choice"
     assert data["tokens"] == 32
+    timed = next(recipes.Trial(**record["trial"]) for record in again if not record["evaluations"])
+    assert other.found(timed, recipes.DTYPES, False) is not None
+    assert other.found(timed, recipes.DTYPES, True) is None, "a training that was only timed was not judged"
     data["tokens"] = 64
-    assert other.found(trial, recipes.DTYPES) is None, "a record of other text is not taken"
+    assert other.found(trial, recipes.DTYPES, True) is None, "a record of other text is not taken"
     recipes.main(["--output", str(output)])
     assert capsys.readouterr().out.endswith(recipes.tables(again) + "\n")
+    half = [{**record, "dtype": "bfloat16"} for record in final if record["trial"]["loss"] == "lm"]
+    assert recipes.tables([*again, *half]).startswith(recipes.tables(again)), "dtypes have tables of their own"
+
+
+def test_two_processes_share_the_trainings(recipes, tmp_path, monkeypatch) -> None:
+    """Each training runs once; one that its process did not end runs again, and both have all records."""
+    trials = [recipes.Trial("rope", "lm", seed, 1e-4, 0.0, "all", 1) for seed in range(6)]
+    output, trained, lost = tmp_path / "recipes.jsonl", [], threading.Event()
+
+    def train(bench, trial, evaluated) -> None:
+        trained.append(trial.seed)
+        time.sleep(0.05)
+        if trial.seed == 1 and not lost.is_set():
+            lost.set()
+            return  # killed before it wrote a record: the lock is free again
+        record = {"trial": dataclasses.asdict(trial), "data": {}, "dtype": "float32", "evaluations": {"1": {}}}
+        with bench._held("output"), output.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    monkeypatch.setattr(recipes.Bench, "_train", train)
+
+    def run(_: int) -> list:
+        bench = recipes.Bench("model", {}, torch.zeros(1, 8), {}, output, tmp_path / "scratch", 1, "float32", 1)
+        return bench.run(trials)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    assert [[record["trial"]["seed"] for record in records] for records in found] == [[*range(6)]] * 2
+    assert sorted(trained) == [0, 1, 1, 2, 3, 4, 5]
 
 
 def test_a_recipe_that_is_unknown_or_without_text_is_refused(recipes, capsys) -> None:
