@@ -63,7 +63,7 @@ def run(layer: Layer, budget: float, rounds: int = measure.LEAST_ROUNDS) -> Time
     keys, values = (x.repeat_interleave(layer.layout.heads // layer.layout.kv_heads, 1) for x in (k, v))
     calls: dict[tuple[str, int], Callable[[], Any]] = {("sdpa", 0): _step(layer, _dense, q, keys, values)}
     for block in layer.query_blocks:
-        select = partial(index_topk, index_q, index_k, topk=layer.topk, query_block=block)
+        select = partial(index_topk, index_q, index_k, topk=layer.topk, query_block=block, sort=block > 1)
         calls["selection", block] = select
         calls["attention", block] = _step(layer, _sparse(select(), block), q, k, v)
     times = measure.alternate(calls, budget, rounds=rounds)

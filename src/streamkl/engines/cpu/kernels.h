@@ -37,7 +37,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> train(
 
 // The best keys [B, query_blocks, topk], int32, of each query block. Here and in sparse_attention, table [sequences, 7]
 // also has the first query block of each sequence. An indexer's scale is positive, or its heads have weights [B, J,
-// Nq]. Normalised scores are less the log-sum-exp of their row.
+// Nq]. Normalised scores are less the log-sum-exp of their row. Sorted: the best
+// come first; otherwise in any order.
 Tensor index_topk(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
     bool normalised, bool sorted, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right);

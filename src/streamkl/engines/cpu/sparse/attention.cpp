@@ -218,8 +218,9 @@ class Attention {
           store(to, load(to) + sum[n][i]);
         }
     };
+    constexpr int most = kHalves<Lanes> ? 1 : 4;  // sums that fit the registers
     int64_t c = 0;
-    for (; c + 4 * kLanes <= v_.width; c += 4 * kLanes) add(std::integral_constant<int, 4>{}, c);
+    for (; c + most * kLanes <= v_.width; c += most * kLanes) add(std::integral_constant<int, most>{}, c);
     for (; c < v_.width; c += kLanes) add(std::integral_constant<int, 1>{}, c);
   }
 

@@ -59,7 +59,7 @@ class KeyUnion {
     rows.rows = blocks_[last - 1].i0 + blocks_[last - 1].rows - rows.i0;
     int64_t apart = 0, merged_cost = 0;
     for (int64_t n = first; n < last; n++) {
-      apart += topk_[n].count * std::min(together(blocks_[n].rows), singly(blocks_[n].rows));
+      apart += topk_[n].count * (is_single(n) ? singly(1) : together(blocks_[n].rows));
       for (int64_t c = 0; c < topk_[n].count; c++) {
         marks_.mark(topk_[n].keys[c]);
         if (single_rows_) rows_of_[topk_[n].keys[c]] += static_cast<int32_t>(blocks_[n].rows);
@@ -101,10 +101,11 @@ class KeyUnion {
   static constexpr int32_t kLeft = -1;
 
   int64_t together(int64_t rows) const { return kGather + rows * group_; }
-  int64_t singly(int64_t rows) const { return single_rows_ ? rows * (kSingle + group_) : std::numeric_limits<int64_t>::max(); }
+  int64_t singly(int64_t rows) const { return rows * (kSingle + group_); }
+  bool is_single(int64_t n) const { return single_rows_ && blocks_[n].rows == 1; }
 
   UnionRows by_itself(int64_t n) const {
-    if (single_rows_ && blocks_[n].rows == 1) return {blocks_[n], {nullptr, 0}, {}, {}, topk_[n].keys, {topk_[n].count}, {}};
+    if (is_single(n)) return {blocks_[n], {nullptr, 0}, {}, {}, topk_[n].keys, {topk_[n].count}, {}};
     return {blocks_[n], topk_[n], {}, {}};
   }
 

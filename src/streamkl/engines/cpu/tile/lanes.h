@@ -9,14 +9,7 @@
 namespace streamkl::cpu {
 
 #ifndef __AVX512F__
-STREAMKL_INLINE Lanes floor(const Lanes& x) {
-#ifdef __AVX__
-  return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)};
-#else
-  const Lanes n = (x + 12582912.0f) - 12582912.0f;
-  return select(n > x, n - 1.0f, n);
-#endif
-}
+STREAMKL_INLINE Lanes floor(const Lanes& x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }
 #endif
 
 // The precision of exponentials. Products of bfloat16 and float16 err far more than kFast does.
@@ -97,14 +90,10 @@ STREAMKL_INLINE Lanes logarithm(Lanes x) {
   return fma(e, splat(0.693359375f), f + p);
 }
 
-// x / n, where r is 1 / n, and n / n = 1. Without a division, which takes five times as long, if products can be fused.
+// x / n, where r is 1 / n, and n / n = 1. Without a division, which takes five times as long.
 STREAMKL_INLINE Lanes divided(Lanes x, Lanes n, Lanes r) {
-#ifdef __FMA__
   const Lanes quotient = x * r, rest = fma(-quotient, n, x);
   return select(rest == rest, fma(rest, r, quotient), quotient);  // inf stays inf
-#else
-  return x / n;
-#endif
 }
 
 // Sixteen floats as bfloat16, to nearest even.
@@ -124,15 +113,11 @@ STREAMKL_INLINE Lanes widened(Shorts x) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
     return bits_of<Lanes>(converted<Words>(x) << 16);
   } else {
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
     return (Lanes)_mm512_cvtph_ps(bits_of<__m256i>(x));
-#elif defined(__F16C__)
-    const auto eight = bits_of<__m256i>(x);
-    return {_mm256_cvtph_ps(_mm256_castsi256_si128(eight)), _mm256_cvtph_ps(_mm256_extracti128_si256(eight, 1))};
 #else
-    Lanes y;
-    for (int l = 0; l < kLanes; l++) y[l] = c10::Half(x[l], c10::Half::from_bits());
-    return y;
+    const auto both = bits_of<__m256i>(x);
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(both)), _mm256_cvtph_ps(_mm256_extracti128_si256(both, 1))};
 #endif
   }
 }

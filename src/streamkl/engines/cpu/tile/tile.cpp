@@ -102,7 +102,7 @@ class TypedDenseSide final : public DenseSide {
     for (int64_t j = first; j < last; j += 2) {
       const bool seen = j >= part.j0 && j < part.j1;
       for (int64_t i = part.i0; i < part.i1; i += kLanes) {
-        const float* at = dx + j * kStrip + i - part.i0;
+        const float* at = seen ? dx + j * kStrip + i - part.i0 : nullptr;
         const Lanes even = seen ? load(at) : Lanes{}, odd = seen ? load(at + kStrip) : Lanes{};
         P* rows = dx_rows_.data() + j * q_stride_ + i;
         if constexpr (kVnni) {

@@ -148,7 +148,13 @@ STREAMKL_INLINE void store(T* to, const V& v) {
   }
 }
 
-STREAMKL_INLINE Lanes splat(float x) { return Lanes{} + x; }
+STREAMKL_INLINE Lanes splat(float x) {
+#ifdef __AVX512F__
+  return (Lanes)_mm512_set1_ps(x);
+#else
+  return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
+#endif
+}
 STREAMKL_INLINE Ints iota() {
 #ifdef __AVX512F__
   return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -172,48 +178,36 @@ STREAMKL_INLINE To converted(const From& x) {
     };
     return {widened(0), widened(1)};
   } else {
-#ifdef __AVX2__
     const auto halves = [](auto half) { return _mm256_and_si256((__m256i)half, _mm256_set1_epi32(0xffff)); };
     return (To)_mm256_permute4x64_epi64(_mm256_packus_epi32(halves(x.low), halves(x.high)), 0xd8);
-#else
-    To y;
-    for (int l = 0; l < kLanes; l++) y[l] = static_cast<uint16_t>(x[l]);
-    return y;
-#endif
   }
 #endif
 }
 
-// a * b + c, rounded once where the CPU can.
+// a * b + c, rounded once.
 STREAMKL_INLINE Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
   return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 #else
-  return a * b + c;
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 #endif
 }
 
 // The larger one; b where one of them is nan.
 STREAMKL_INLINE Lanes max(const Lanes& a, const Lanes& b) {
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
   return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX__)
-  return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
 #else
-  return select(a > b, a, b);
+  return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
 #endif
 }
 
 // The smaller one; b where one of them is nan.
 STREAMKL_INLINE Lanes min(const Lanes& a, const Lanes& b) {
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
   return (Lanes)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(__AVX__)
-  return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
 #else
-  return select(a < b, a, b);
+  return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)};
 #endif
 }
 
@@ -240,15 +234,11 @@ STREAMKL_INLINE float largest(const Lanes& x) {
 }
 
 STREAMKL_INLINE bool any(const Ints& mask) {
-#if defined(__AVX512F__)
+#ifdef __AVX512F__
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#elif defined(__AVX__)
+#else
   const auto all = (__m256i)(mask.low | mask.high);
   return !_mm256_testz_si256(all, all);
-#else
-  int32_t all = 0;
-  for (int l = 0; l < kLanes; l++) all |= mask[l];
-  return all != 0;
 #endif
 }
 
