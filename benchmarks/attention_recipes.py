@@ -56,6 +56,7 @@ from streamkl.integrations.transformers import AttentionDistillation, AttentionD
 
 DTYPES = ("float32", "bfloat16")
 LOSSES = ("lm", "logits", "attention", "both")
+UNTRAINED = "before training"
 RATES, WEIGHTS = (3e-5, 1e-4, 3e-4), (3.0, 1.0, 10.0)
 WARMUP = 10
 """Steps until the learning rate is reached, which is constant from there on."""
@@ -73,7 +74,7 @@ class Trial:
 
     Attributes:
         recipe: Its name.
-        loss: One of `LOSSES`.
+        loss: One of `LOSSES`, or `UNTRAINED`, which takes no steps.
         seed: Of the order of samples.
         rate: The learning rate.
         weight: Of attention KL; 0 where it is not used.
@@ -152,8 +153,12 @@ class Evaluation(TrainerCallback):
         """Evaluates, if it is time."""
         self.seconds.append(time.process_time() - self._since)
         if state.global_step in self.steps:
-            losses = {name: held_out_losses(model, ids) for name, ids in self.texts.items()}
-            self.found[state.global_step] = {"seconds": sum(self.seconds), "losses": losses}
+            self.evaluate(model, state.global_step)
+
+    def evaluate(self, model: Any, step: int) -> None:
+        """Evaluates the model as it is after a step."""
+        losses = {name: held_out_losses(model, ids) for name, ids in self.texts.items()}
+        self.found[step] = {"seconds": sum(self.seconds), "losses": losses}
 
 
 @torch.no_grad()
@@ -233,17 +238,21 @@ class Bench:
 
     def _train(self, trial: Trial, evaluated: bool) -> None:
         print(f"{trial.recipe}: {describe(trial)}, {trial.steps} steps", flush=True)
-        part = slice(self.tuning_sequences, None) if trial.also else slice(self.tuning_sequences)
+        compared = trial.also or trial.loss == UNTRAINED
+        part = slice(self.tuning_sequences, None) if compared else slice(self.tuning_sequences)
         texts = {name: ids[part] for name, ids in self.texts.items()}
         evaluation = Evaluation({trial.steps, trial.also} if evaluated else set(), texts)
         trainer = self._trainer(trial, evaluation)
-        trainer.train()
+        if trial.steps:
+            trainer.train()
+        else:
+            evaluation.evaluate(trainer.model, 0)
         record = {
             "trial": dataclasses.asdict(trial),
             "data": self.data,
             "dtype": self.dtype,
             "evaluations": evaluation.found,
-            "seconds_per_step": median(evaluation.seconds),
+            "seconds_per_step": median(evaluation.seconds or [0.0]),
             "machine": facts(torch.device("cpu")),
         }
         with self._held("output"), self.output.open("a") as file:
@@ -261,7 +270,7 @@ class Bench:
             bf16=self.dtype == "bfloat16",
         )  # fmt: skip
         given: dict[str, Any] = {"train_dataset": samples, "callbacks": [evaluation]}
-        if trial.loss == "lm":
+        if trial.loss in ("lm", UNTRAINED):
             return Trainer(student, arguments, **given)
         count = len(student.model.layers)
         pairs = AttentionDistiller(student, teacher).pairs
@@ -302,12 +311,14 @@ def compare(bench: Bench, recipe: str, steps: int, tuning_steps: int, seeds: int
     tuned = bench.tune(recipe, tuning_steps)
     timed = {loss: dataclasses.replace(trial, steps=TIMED_STEPS) for loss, trial in tuned.items()}
     costs = [record["seconds_per_step"] for record in bench.run(timed.values(), evaluated=False)]
+    untrained = Trial(recipe, UNTRAINED, seed=0, rate=0.0, weight=0.0, layers="all", steps=0)
     as_long = {loss: round(steps * max(costs) / cost) for loss, cost in zip(timed, costs, strict=True)}
-    bench.run(
+    final = [
         dataclasses.replace(trial, seed=seed, steps=as_long[loss], also=steps)
         for seed in range(seeds)
         for loss, trial in tuned.items()
-    )
+    ]
+    bench.run([untrained, *final])
 
 
 def describe(trial: Trial) -> str:
@@ -323,12 +334,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def tables(records: list[dict[str, Any]]) -> str:
-    """A table per recipe, dtype and held-out text: perplexities, and their change from the language-model loss.
+    """A table per recipe, dtype and held-out text: perplexities, beside those of the two losses without attention.
 
-    The change is that of the mean over seeds, with Student's interval over the held-out sequences at 95%, and the
-    least and the most of the seeds.
+    A change is that of the mean over seeds, with Student's interval over the held-out sequences at 95%, and the least
+    and the most of the seeds.
     """
-    final = [record for record in records if record["trial"]["also"]]
+    final = [record for record in records if record["trial"]["also"] or record["trial"]["loss"] == UNTRAINED]
     lines: list[str] = []
     for recipe, dtype in dict.fromkeys((record["trial"]["recipe"], record["dtype"]) for record in final):
         here = [record for record in final if (record["trial"]["recipe"], record["dtype"]) == (recipe, dtype)]
@@ -341,33 +352,37 @@ def tables(records: list[dict[str, Any]]) -> str:
 def _table(records: list[dict[str, Any]], what: str, text: str, when: str) -> list[str]:
     lines = [
         f"\n{what}, {text} text, equal {when}:\n",
-        "| loss | steps | processor seconds | perplexity | change | seeds |",
+        "| loss | steps | processor seconds | perplexity | beside lm | beside logits |",
         "| --- | --: | --: | --: | --- | --- |",
     ]
-    plain: dict[int, list[float]] = {}
-    step = "also" if when == "steps" else "steps"
-    for loss in LOSSES:
-        found = [record for record in records if record["trial"]["loss"] == loss]
-        if not found:
-            continue
-        at = {r["trial"]["seed"]: r["evaluations"][str(r["trial"][step])] for r in found}
-        losses = {seed: evaluation["losses"][text] for seed, evaluation in at.items()}
-        plain = plain or losses
-        change = {
-            seed: [ours - theirs for ours, theirs in zip(losses[seed], plain[seed], strict=True)]
-            for seed in losses
-            if seed in plain
-        }
-        means = [100 * math.expm1(fmean(values)) for values in change.values()]
-        e = mean([fmean(values) for values in zip(*change.values(), strict=True)])
-        low, value, high = (100 * math.expm1(x) for x in (e.low, e.value, e.high))
-        seconds = fmean(evaluation["seconds"] for evaluation in at.values())
-        lines.append(
-            f"| {loss} | {found[0]['trial'][step]} | {seconds:.0f} "
-            f"| {math.exp(fmean(fmean(values) for values in losses.values())):.2f} "
-            f"| {value:+.1f}% [{low:+.1f}, {high:+.1f}] | {min(means):+.1f} to {max(means):+.1f} of {len(means)} |"
-        )
+    rows: dict[str, dict[int, dict[str, Any]]] = {}
+    for record in records:
+        trial = record["trial"]
+        step = trial["also"] if when == "steps" and trial["also"] else trial["steps"]
+        found = {**record["evaluations"][str(step)], "steps": step}
+        rows.setdefault(trial["loss"], {})[trial["seed"]] = found
+    losses = {loss: {seed: found["losses"][text] for seed, found in row.items()} for loss, row in rows.items()}
+    for loss in (UNTRAINED, *LOSSES):
+        if row := rows.get(loss):
+            seconds = fmean(found["seconds"] for found in row.values())
+            perplexity = math.exp(fmean(fmean(values) for values in losses[loss].values()))
+            beside = [_change(losses[loss], losses.get(other, {})) if other != loss else "" for other in LOSSES[:2]]
+            steps = next(iter(row.values()))["steps"]
+            lines.append(f"| {loss} | {steps} | {seconds:.0f} | {perplexity:.2f} | {' | '.join(beside)} |")
     return lines
+
+
+def _change(ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> str:
+    """The change of perplexity from the losses of another training; the seeds that both have."""
+    seeds = [seed for seed in theirs if seed in ours]
+    if not seeds:
+        return ""
+    change = [[a - b for a, b in zip(ours[seed], theirs[seed], strict=True)] for seed in seeds]
+    e = mean([fmean(values) for values in zip(*change, strict=True)])
+    low, value, high = (100 * math.expm1(x) for x in (e.low, e.value, e.high))
+    each = [100 * math.expm1(fmean(values)) for values in change]
+    spread = f", {len(each)} seeds {min(each):+.1f} to {max(each):+.1f}" if len(each) > 1 else ""
+    return f"{value:+.1f}% [{low:+.1f}, {high:+.1f}]{spread}"
 
 
 def main(arguments: list[str] | None = None) -> None:

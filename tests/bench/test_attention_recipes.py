@@ -94,8 +94,9 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     recipes.main(arguments)
     records = recipes.read(output)
     final = [record for record in records if record["trial"]["also"]]
-    # Two rates for each loss, two more weights and one more choice of layers; four losses timed, and with two seeds.
-    assert (len(records), len(final)) == (4 * 2 + 2 + 1 + 4 + 4 * 2, 8)
+    # Two rates for each loss, two more weights and one more choice of layers; four losses timed; the model as it is;
+    # four losses with two seeds.
+    assert (len(records), len(final)) == (4 * 2 + 2 + 1 + 4 + 1 + 4 * 2, 8)
     by_loss = {record["trial"]["loss"]: record["trial"] for record in final}
     assert by_loss["lm"]["weight"] == by_loss["logits"]["weight"] == 0 < by_loss["both"]["weight"]
     assert all(len(e["losses"]["old"]) == 4 for record in final for e in record["evaluations"].values())
@@ -105,7 +106,9 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
         for name in ("held-out", "old")
         for when in ("steps", "time")
     )
-    assert table.count("| both |") == 4
+    assert table.count("| both |") == table.count("| before training | 0 | 0 |") == 4
+    (untrained,) = (record for record in records if record["trial"]["loss"] == recipes.UNTRAINED)
+    assert len(untrained["evaluations"]["0"]["losses"]["old"]) == 4
 
     whole = output.read_text()
     output.write_text(whole[:-20])  # killed while it wrote the last line
