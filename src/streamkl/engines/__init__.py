@@ -116,7 +116,8 @@ class SparseEngine(Protocol):
         """The keys of an indexer's highest scores: ``[B, query_blocks, topk]``, int32, if ``sort`` best first.
 
         The score of a key for a query block is the highest of its rows' scores, less the row's log-sum-exp if they are
-        normalised; equal scores go by lower key. If ``query_block > 1``, the keys on the block's diagonal come first.
+        normalised; equal scores go by lower key. If ``query_block > 1``, the keys on the block's diagonal are among
+        them, with ``sort`` first.
         """
         ...
 

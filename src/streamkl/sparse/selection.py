@@ -47,12 +47,12 @@ def index_topk(
         index_w: ``[B, Nq, J]``, or packed ``[Tq, J]``: the heads' weights; 1 if not given.
         topk: How many keys are selected per query block, which is one query by default.
         query_block: How many consecutive queries of a sequence share their top-k, counted from its first query. The
-            score of a key for a block is its highest score for any query of the block that may see it, so a later
-            query can select keys for an earlier one. The keys on the block's own diagonal (``i + Nk - Nq``) come first,
-            by rising index, whatever their scores. With ``topk >= query_block`` every query keeps the key on its
-            diagonal. With a smaller ``topk`` only the first ``topk`` queries of a block do. Without a window the others
-            still see some of those keys; with one, the last ``query_block - topk - left`` queries of a full block see
-            no key.
+            score of a key for a block is its highest score for any query of the block that may see it, so a later query
+            can select keys for an earlier one. The keys on the block's own diagonal (``i + Nk - Nq``) have the first
+            places, by rising index, whatever their scores. With ``topk >= query_block`` every query keeps the key on
+            its diagonal. With a smaller ``topk`` only the first ``topk`` queries of a block do. Without a window the
+            others still see some of those keys; with one, the last ``query_block - topk - left`` queries of a full
+            block see no key.
         normalise: Whether the queries of a block compare log-probabilities (scores less their log-sum-exp) instead of
             scores. Then a query whose scores are all high does not crowd out the others. It takes a pass over the
             scores before they are compared, and changes nothing with a per-query top-k.
@@ -124,11 +124,11 @@ def oracle_topk(
         topk: How many keys are selected per query block, which is one query by default.
         query_block: How many consecutive queries of a sequence share their top-k, counted from its first query. The
             score of a key for a block is its highest score for any query of the block that may see it, so a later
-            query can select keys for an earlier one. The keys on the block's own diagonal (``i + Nk - Nq``) come first,
-            by rising index, whatever their scores. With ``topk >= query_block`` every query keeps the key on its
-            diagonal. With a smaller ``topk`` only the first ``topk`` queries of a block do. Without a window the others
-            still see some of those keys; with one, the last ``query_block - topk - left`` queries of a full block see
-            no key.
+            query can select keys for an earlier one. The keys on the block's own diagonal (``i + Nk - Nq``) have the
+            first places, by rising index, whatever their scores. With ``topk >= query_block`` every query keeps the key
+            on its diagonal. With a smaller ``topk`` only the first ``topk`` queries of a block do. Without a window the
+            others still see some of those keys; with one, the last ``query_block - topk - left`` queries of a full
+            block see no key.
         scale: Multiplies the products; ``1/sqrt(D)`` if not given.
         causal: Query ``i`` sees keys ``j <= i + Nk - Nq``.
         window: ``(left, right)`` keys around key ``i + Nk - Nq``; a negative side is unbounded.

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BertConfig,
+    BertModel,
+    FalconConfig,
+    FalconModel,
+)
 
 import streamkl.integrations.transformers as skl
 from streamkl import attention_lse
@@ -153,7 +160,20 @@ def test_a_capture_sees_calls_of_its_own_thread_and_model() -> None:
 @torch.no_grad()
 def test_what_cannot_be_captured_is_refused_in_a_sentence() -> None:
     model, ids = tiny_model("llama"), tokens(1, TOKENS)
-    with pytest.raises(ValueError, match=r"no attention in layers \[7\]"), capture_attention(model, [1, 7]):
+    with (
+        pytest.raises(ValueError, match=r"no attention in layers \[7\]: they are numbers, of \[0, 1"),
+        capture_attention(model, [1, 7]),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"several numbers, such as .*: got 'last'"), capture_attention(model, "last"):
+        pass
+    falcon = FalconModel(FalconConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    with pytest.raises(ValueError, match="FalconModel: it does not use"), capture_attention(falcon):
+        pass
+    bert = BertModel(
+        BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    )
+    with pytest.raises(ValueError, match="BertModel: it has no causal attention"), capture_attention(bert):
         pass
     with (
         pytest.raises(ValueError, match="models of transformers: got Linear"),

@@ -196,8 +196,19 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
         AttentionDistiller(student, student)
     with pytest.raises(ValueError, match="at least as many teacher layers: the student has 4"):
         AttentionDistiller(teacher, student)
-    with pytest.raises(ValueError, match=r"the teacher has no attention in layers \[9\]"):
-        AttentionDistiller(student, teacher, layers={0: 9})
+    for layer in (9, "model.layers.0"):
+        with pytest.raises(
+            ValueError, match=rf"no attention in layers \[.*{layer}.*\]: they are numbers, of \[0, 1, 2"
+        ):
+            AttentionDistiller(student, teacher, layers={0: layer})
+    with pytest.raises(ValueError, match="weight must not be negative: got -1"):
+        AttentionDistiller(student, teacher, weight=-1.0)
+    with pytest.raises(ValueError, match="models of transformers: got str"):
+        AttentionDistiller(student, "path/to/teacher")
+    with pytest.raises(ValueError, match="equally many of the teacher's"):
+        one_step(AttentionDistiller(student, teacher, heads={0: 0, 1: (1, 2)}), batches()["plain"])
+    with pytest.raises(ValueError, match="the student has heads 0 to 1"):
+        one_step(AttentionDistiller(student, teacher, heads={"0": 0}), batches()["plain"])
     with pytest.raises(ValueError, match=r"one per student's layer \[0, 1\]"):
         AttentionDistiller(student, teacher, weight={0: 1.0})
     with pytest.raises(ValueError, match="attend to different sequences"):  # the student attends across them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import subprocess
@@ -80,7 +81,6 @@ def check(trainer: Any, after: dict[str, torch.Tensor], losses: dict[str, float]
 def test_a_step_is_that_of_the_matrices_however_a_batch_is_cut(lm, logits, micro_batch, steps, tmp_path) -> None:
     student, teacher = models()
     after, losses = wanted(student, teacher, 3.0, lm, logits)
-    losses["attention_kl"] *= 3.0
     losses = losses if logits else {name: losses[name] for name in ("attention_kl", "lm_loss")}
     trainer = DistillingTrainer(
         student, TrainingArguments(**arguments(tmp_path, micro_batch, steps)), train_dataset=samples(),
@@ -99,6 +99,18 @@ def test_so_is_one_of_the_logits_alone(tmp_path) -> None:
         distiller=AttentionDistiller(student, teacher, layers={}), logits_weight=2.0,
     )  # fmt: skip
     check(trainer, after, {**losses, "attention_kl": 0.0})
+
+
+def test_logits_that_cannot_be_compared_are_refused(tmp_path) -> None:
+    student, teacher = models()
+    other = tiny_model("llama", vocab_size=2 * VOCAB)
+    for taught_by, message in ((teacher.model, "it has none: give it with its head"), (other, "over one vocabulary")):
+        trainer = DistillingTrainer(
+            student, TrainingArguments(**arguments(tmp_path, 2, 2)), train_dataset=samples(),
+            distiller=AttentionDistiller(student, taught_by, layers="last"), logits_weight=1.0,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
 
 
 def test_so_is_one_under_checkpointing_and_evaluation_is_the_trainers_own(tmp_path) -> None:
@@ -143,7 +155,13 @@ def test_so_is_one_of_trls_sft_trainer(micro_batch, steps, tokenizer, tmp_path) 
         student, trl.SFTConfig(**arguments(tmp_path, micro_batch, steps)), train_dataset=rows,
         processing_class=tokenizer, distiller=AttentionDistiller(student, teacher),
     )  # fmt: skip
+    runs = []
+    student.model.register_forward_hook(lambda *_: runs.append(1))
     check(trainer, after, {name: losses[name] for name in ("attention_kl", "lm_loss")})
+    assert len(runs) == steps, "no second forward for logits that nobody reads"
+    trainer.logits_weight = 1.0
+    with pytest.raises(ValueError, match="this trainer's logits have no graph"):
+        trainer.train()
 
 
 @needs_trl
@@ -161,6 +179,11 @@ def test_so_are_the_gradients_in_trls_distillation_trainer_whose_teacher_runs_on
         student, teacher, trl.DistillationConfig(**arguments(tmp_path, 2, 2)), Dataset.from_dict({"prompt": ["2 3"]}),
         processing_class=tokenizer, distiller=AttentionDistiller(student, teacher),
     )  # fmt: skip
+    with pytest.raises(ValueError, match="the distiller's teacher must be the trainer's teacher_model"):
+        Distilling(
+            student, teacher, trainer.args, Dataset.from_dict({"prompt": ["2 3"]}), processing_class=tokenizer,
+            distiller=AttentionDistiller(student, copy.deepcopy(teacher)),
+        )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 2
     ids, mask = tokens(2, TOKENS), torch.ones(2, TOKENS, dtype=torch.long)
     mask[0, :3] = 0

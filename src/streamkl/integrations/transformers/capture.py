@@ -66,9 +66,12 @@ def capture_attention(
     """
     decoder = decoder_of(model)
     attentions = attentions_of(decoder)
+    if isinstance(layers, str | int):
+        raise ValueError(f"layers must be several numbers, such as [0, 3]: got {layers!r}")
     chosen = set(attentions) if layers is None else set(layers)
     if not chosen <= set(attentions):
-        raise ValueError(f"the model has no attention in layers {sorted(chosen - set(attentions))}")
+        missing = sorted(chosen - set(attentions), key=str)
+        raise ValueError(f"the model has no attention in layers {missing}: they are numbers, of {list(attentions)}")
     numbers = {id(module): layer for layer in chosen for module in attentions[layer]}
     names = {module.config._attn_implementation for layer in chosen for module in attentions[layer]}
     names = [name for name in names if not name.startswith(PREFIX)]  # whose functions record themselves
@@ -91,17 +94,25 @@ def decoder_of(model: nn.Module) -> Any:
     Raises:
         ValueError: There is none.
     """
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module.get_decoder()
     raise ValueError(f"attention is captured in models of transformers: got {type(model).__name__}")
 
 
 def attentions_of(decoder: nn.Module) -> dict[int, list[Any]]:
-    """The causal attention modules of a decoder, by the number of their layer."""
-    found: dict[int, list[Any]] = {}
+    """The causal attention modules of a decoder, by the number of their layer.
+
+    Raises:
+        ValueError: There are none, or they do not call an attention function that could be captured.
+    """
+    name, found = type(decoder).__name__, dict[int, list[Any]]()
     for module in decoder.modules():
         number = getattr(module, "layer_idx", None)
         if isinstance(number, int) and getattr(module, "is_causal", False):
             found.setdefault(number, []).append(module)
+    if not found:
+        raise ValueError(f"attention is not captured in {name}: it has no causal attention with a number of its layer")
+    if not all(taps.reaches(type(module)) for modules in found.values() for module in modules):
+        raise ValueError(f"attention is not captured in {name}: it does not use transformers' attention interface")
     return dict(sorted(found.items()))

@@ -35,10 +35,10 @@ class AttentionDistiller:
         layers: The pairs, as ``{student's layer: teacher's}``; ``"uniform"``: each layer of the student learns from
             the teacher's at the same relative depth, the last from the last; ``"last"``: only the last ones; ``{}``:
             none, to distil the logits alone with `AttentionDistillation`.
-        heads: As ``{student's head: teacher's head, or a tuple of heads whose mean it learns}``. By default all: as
-            many heads are compared one by one, and where the teacher has a multiple, a student's head learns the mean
-            of consecutive ones.
-        weight: Of the loss, or of each student's layer.
+        heads: As ``{student's head: teacher's head, or a tuple of heads whose mean it learns}``, as many for each;
+            heads that are left out do not learn. By default all: as many heads are compared one by one, and where the
+            teacher has a multiple, a student's head learns the mean of consecutive ones.
+        weight: Of the loss, or of each student's layer; not negative.
         divergence: ``"forward"`` for KL(teacher || student), ``"reverse"`` for KL(student || teacher).
         temperature: Divides the logits of both; the loss is not multiplied by its square.
 
@@ -84,6 +84,8 @@ class AttentionDistiller:
         self.divergence: Literal["forward", "reverse"] = divergence
         self.pairs = paired_layers(layers, *(list(attentions_of(decoder_of(model))) for model in (student, teacher)))
         self.weights = dict(weight) if isinstance(weight, Mapping) else dict.fromkeys(self.pairs, weight)
+        if min(self.weights.values(), default=0) < 0:
+            raise ValueError(f"weight must not be negative: got {weight}")
         if set(self.weights) != set(self.pairs):
             raise ValueError(f"weight must have one per student's layer {sorted(self.pairs)}: got {dict(self.weights)}")
 
@@ -105,7 +107,7 @@ class DistillationStep:
     """The losses of one step.
 
     Attributes:
-        losses: The mean KL of each student's layer, with its graph.
+        losses: The mean KL of each student's layer, without its weight, with its graph.
     """
 
     def __init__(self, distiller: AttentionDistiller, captured: Capture) -> None:
@@ -138,10 +140,16 @@ class DistillationStep:
             raise ValueError(
                 "the teacher did not run in this step: call step.teach(**batch) after the student's forward"
             )
-        if not distiller.pairs:
-            return torch.zeros((), device=next(distiller.student.parameters()).device)
-        weighted = [distiller.weights[layer] * loss for layer, loss in sorted(self.losses.items())]
-        return torch.stack([loss.to(weighted[0].device) for loss in weighted]).sum() / len(weighted)
+        return self._mean([distiller.weights[layer] * loss for layer, loss in sorted(self.losses.items())])
+
+    def mean(self) -> Tensor:
+        """The mean over the pairs of layers, without their weights and without a graph; 0 if there are none."""
+        return self._mean([loss.detach() for loss in self.losses.values()])
+
+    def _mean(self, losses: list[Tensor]) -> Tensor:
+        if not losses:
+            return torch.zeros((), device=next(self._distiller.student.parameters()).device)
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
     def learn(self, attended: Attended) -> None:
         """Compares the student's layers with the layer of the teacher that has just attended."""

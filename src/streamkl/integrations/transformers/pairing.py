@@ -43,7 +43,10 @@ def paired_layers(layers: Layers, student: Sequence[int], teacher: Sequence[int]
         raise ValueError(f"layers must be 'uniform', 'last' or a dict of student's to teacher's layers: got {layers!r}")
     for what, given, there in (("student", layers.keys(), student), ("teacher", layers.values(), teacher)):
         if not set(given) <= set(there):
-            raise ValueError(f"the {what} has no attention in layers {sorted(set(given) - set(there))}")
+            raise ValueError(
+                f"the {what} has no attention in layers {sorted(set(given) - set(there), key=str)}: they are numbers, "
+                f"of {list(there)}"
+            )
     return dict(layers)
 
 
@@ -74,16 +77,19 @@ def paired_heads(heads: Heads, student: AttentionCall, teacher: AttentionCall) -
         if theirs % ours:
             raise ValueError(
                 f"the teacher's {theirs} heads are not a multiple of the student's {ours}: give heads={{student's "
-                f"head: teacher's head or heads}}"
+                f"head: teacher's head, or a tuple of as many of them for each, such as (0, 1) and (1, 2)}}"
             )
         return Pair(teacher.q.detach(), teacher.k.detach(), student.q, student.k, teacher.lse)
     chosen = sorted(heads)
     groups = [_group(heads[head]) for head in chosen]
     if len({len(group) for group in groups}) != 1:
-        raise ValueError(f"heads must give each student's head as many of the teacher's: got {dict(heads)}")
+        raise ValueError(
+            f"heads must give each student's head equally many of the teacher's, which may be in several of the "
+            f"tuples: got {dict(heads)}"
+        )
     taught = [head for group in groups for head in group]
     for what, given, count in (("student", chosen, ours), ("teacher", taught, theirs)):
-        if not all(0 <= head < count for head in given):
+        if not all(isinstance(head, int) and 0 <= head < count for head in given):
             raise ValueError(f"the {what} has heads 0 to {count - 1}: got heads={dict(heads)}")
     lse = None if teacher.lse is None else _chosen(teacher.lse, taught)
     return Pair(

@@ -189,12 +189,11 @@ def closed(capture: Capture) -> None:
 
 
 def refuse(module: nn.Module, arguments: dict[str, Any], doing: str) -> None:
-    """Raises a ``ValueError`` for a softmax that StreamKL does not support."""
+    """Raises a ``ValueError`` for a softmax that something does not support."""
     for name, what in REFUSED.items():
         if arguments.get(name) is not None:
             raise ValueError(
-                f"layer {getattr(module, 'layer_idx', None)} has {what} ({name}), which {doing} does not support: run "
-                f"the model with another attn_implementation"
+                f"layer {getattr(module, 'layer_idx', None)} has {what} ({name}), which {doing} does not support"
             )
 
 

@@ -129,6 +129,11 @@ def _mask(function: Callable) -> Callable:
     return tapped
 
 
+def reaches(cls: type) -> bool:
+    """Whether the file of an attention module's class, or of the class under it, looks up attention functions."""
+    return any(hasattr(sys.modules.get(base.__module__), "ALL_ATTENTION_FUNCTIONS") for base in cls.__mro__)
+
+
 def eager_of(cls: type) -> Callable:
     """The eager attention of the file that an attention module's class, or the class under it, is written in."""
     for base in cls.__mro__:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from streamkl.integrations.transformers.capture import decoder_of
@@ -17,10 +17,12 @@ class AttentionDistillation:
 
     The loss is ``lm_weight`` times the trainer's own, plus the distiller's, plus ``logits_weight`` times the KL of the
     logits. All are means per micro-batch, divided by the accumulation steps as the trainer divides its own. They are
-    logged as ``lm_loss``, ``attention_kl`` and ``logits_kl``. A weight of 0 still leaves zero gradients, which DDP and
-    FSDP2 wait for. Evaluation is the trainer's own.
+    logged without their weights, as ``lm_loss``, ``attention_kl`` (the mean over the pairs of layers) and
+    ``logits_kl``. A weight of 0 still leaves zero gradients, which DDP and FSDP2 wait for. Evaluation is the trainer's
+    own.
 
     With TRL's ``DistillationTrainer`` give both the same teacher: it runs once, for its logits and its attention.
+    TRL's ``SFTTrainer`` makes no logits that have a graph, so ``logits_weight`` stays 0 there.
 
     Args:
         args: Of the trainer.
@@ -29,6 +31,10 @@ class AttentionDistillation:
         logits_weight: Of KL(teacher || student) of the logits, mean over the tokens that have a label.
         log_layers: Whether the KL of each layer is logged, too, as ``attention_kl_layer_3``.
         kwargs: Of the trainer.
+
+    Raises:
+        ValueError: The distiller's student or teacher is not the trainer's; in a step, ``logits_weight`` has no logits
+            of both models to compare.
 
     Examples:
         >>> from streamkl.integrations.transformers import AttentionDistillation
@@ -52,6 +58,9 @@ class AttentionDistillation:
         trainer: Any = self
         if decoder_of(trainer.model) is not decoder_of(distiller.student):
             raise ValueError("the distiller's student must be the trainer's model")
+        teacher = getattr(trainer, "teacher_model", None)  # of TRL's DistillationTrainer
+        if isinstance(teacher, nn.Module) and decoder_of(teacher) is not decoder_of(distiller.teacher):
+            raise ValueError("the distiller's teacher must be the trainer's teacher_model")
         if not hasattr(distiller.teacher, "hf_device_map"):
             distiller.teacher.to(trainer.args.device)
 
@@ -67,15 +76,16 @@ class AttentionDistillation:
         # Without a cache: transformers reads position_ids as packing only then.
         inputs = {**inputs, "use_cache": False}
         given, teacher = dict(inputs), None
+        wanted = return_outputs or self.logits_weight != 0  # SFTTrainer runs the model again for them
         with self.distiller.step() as step:
-            own, outputs = trainer.compute_loss(
-                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-            )
+            own = trainer.compute_loss(model, inputs, return_outputs=wanted, num_items_in_batch=num_items_in_batch)
+            own, outputs = own if wanted else (own, None)
             if not step.losses:  # a trainer of TRL may have run the teacher itself
                 teacher = step.teach(logits=bool(self.logits_weight), **given)
         steps = self._steps_to_divide_by(num_items_in_batch)
-        parts = {"lm_loss": own * steps, "attention_kl": step.loss()}
-        loss = self.lm_weight * own + parts["attention_kl"] / steps
+        attention = step.loss()
+        parts = {"lm_loss": own * steps, "attention_kl": step.mean()}
+        loss = self.lm_weight * own + attention / steps
         if self.logits_weight:
             parts["logits_kl"] = _logits_kl(outputs, teacher, given)
             loss = loss + self.logits_weight * parts["logits_kl"] / steps
@@ -112,10 +122,17 @@ class AttentionDistillation:
 def _logits_kl(student: Any, teacher: Any, inputs: dict[str, Any]) -> Tensor:
     """KL(teacher || student) of the next token, mean over the tokens that have a label, or that are no padding."""
     ours, theirs = getattr(student, "logits", None), getattr(teacher, "logits", None)
-    if ours is None or theirs is None:
+    if ours is None or not ours.requires_grad:
         raise ValueError(
-            "this trainer keeps no logits: leave logits_weight at 0, or use Trainer, or TRL's DistillationTrainer, "
-            "whose own loss is that of the logits"
+            "this trainer's logits have no graph: leave logits_weight at 0, or use Trainer, or TRL's "
+            "DistillationTrainer, whose own loss is that of the logits"
+        )
+    if theirs is None:
+        raise ValueError("logits_weight compares with the teacher's logits, and it has none: give it with its head")
+    if ours.shape != theirs.shape:
+        raise ValueError(
+            f"logits_weight compares logits over one vocabulary: the student's are {list(ours.shape)}, the teacher's "
+            f"{list(theirs.shape)}"
         )
     counted = inputs["labels"] != -100 if inputs.get("labels") is not None else inputs.get("attention_mask")
     log_p, log_q = (_log_softmax(x[:, :-1]) for x in (theirs, ours))

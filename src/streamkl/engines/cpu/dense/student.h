@@ -61,8 +61,9 @@ class Student {
 
   void take_rows(const Block& block, int64_t r, bool for_gradient) {
     rows_ = block.rows();
-    strip_heads_ = heads_side_by_side(kStrip, 1);
-    together_ = heads_side_by_side(side_->widest(), strip_heads_);
+    const bool wide = head_summed_ && rows_ % kLanes == 0 && rows_ <= kStrip;  // a strip has whole heads
+    strip_heads_ = wide ? heads_that_fit(rows_, kStrip, side_->heads) : 1;
+    together_ = wide ? heads_that_fit(rows_, side_->widest(), side_->heads, strip_heads_) : 1;
     for (int64_t slot = 0; slot < slots(); slot++)
       side_->take_rows(slot, block.seq.batch, head_summed_ ? slot * together_ : r, block.first_row(), rows_, for_gradient, together_);
     for (size_t n = 0; n < weight_.size(); n++) weight_[n].take(Rows(*weights_).at(block, n), rows_);
@@ -130,13 +131,6 @@ class Student {
   int64_t slots() const { return head_summed_ ? side_->heads / together_ : 1; }
   int64_t strips() const { return side_->heads / strip_heads_; }
   int64_t strips_of_slot() const { return together_ / strip_heads_; }
-  // How many heads have as many rows as there is room for: a multiple of `step`, and a divisor of all.
-  int64_t heads_side_by_side(int64_t room, int64_t step) const {
-    if (!head_summed_ || rows_ % kLanes != 0 || rows_ > kStrip) return 1;  // a strip has whole heads
-    int64_t count = std::clamp<int64_t>(room / rows_, 1, side_->heads);
-    while (side_->heads % count != 0 || count % step != 0) count--;
-    return count;
-  }
   // A part with the rows of a strip in its slot; a slot of one head has those of the part.
   Part within(int64_t strip, const Part& part) const {
     if (together_ == 1) return part;

@@ -21,7 +21,8 @@ class Target {
 
   void take_rows(const Block& block, int64_t r, const Rows& m, const Rows& ln_l) {
     rows_ = block.rows();
-    together_ = heads_side_by_side();
+    // Where a block has few rows, heads of a key head lie side by side in a strip, since products want to be wide.
+    together_ = rows_ % kLanes == 0 ? heads_that_fit(rows_, kStrip, std::gcd(group_, a_->heads / a_->kv_heads)) : 1;
     for (int64_t n = 0; n < group_; n++) {
       const int64_t head = r * group_ + n;
       if (n % together_ == 0) a_->take_rows(n / together_, block.seq.batch, head, block.first_row(), rows_, false, together_);
@@ -50,15 +51,6 @@ class Target {
   }
 
  private:
-  // Where a block has few rows, heads of a key head lie side by side in a strip, since products want to be wide.
-  int64_t heads_side_by_side() const {
-    if (rows_ % kLanes != 0) return 1;
-    const int64_t of_key_head = std::gcd(group_, a_->heads / a_->kv_heads);
-    int64_t count = std::clamp<int64_t>(kStrip / rows_, 1, of_key_head);
-    while (of_key_head % count != 0) count--;
-    return count;
-  }
-
   template <Precision precision, bool relu>
   static void add(const float* x, float* p, const Span& span, float factor, const BlockStats& stats, int64_t i, bool first, int64_t heads) {
     const Lanes scale = splat(factor), m = stats.m[i], ln_l = stats.ln_l[i];

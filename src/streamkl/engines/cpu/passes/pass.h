@@ -57,6 +57,14 @@ inline int64_t rows_at_once(int64_t bytes_of_row) {
   return std::clamp(fit / kLanes * kLanes, kLanes, kBlockQ);
 }
 
+// How many heads of `rows` rows each lie side by side where `room` rows fit: a divisor of all, and a multiple of `step`,
+// which is one itself.
+inline int64_t heads_that_fit(int64_t rows, int64_t room, int64_t heads, int64_t step = 1) {
+  int64_t count = std::clamp<int64_t>(room / rows, step, heads);
+  while (heads % count != 0 || count % step != 0) count--;
+  return count;
+}
+
 static_assert(kBlockK < kLate, "a tile whose weights are at most 1 is not late");
 
 // The keys of a tile, counted from the first of their sequence. Its rows are those of a block, or a part of them.

@@ -85,8 +85,7 @@ class AttentionGradient {
   void run(const RowsTask& task, int64_t kv, AddOrder& order, const OwnedTask& owned) {
     const auto& seq = task.blocks->rows.seq;
     const auto& selected = task.blocks->selected;
-    int64_t heads = group_;  // of a slot
-    while (heads > 1 && (group_ % heads != 0 || heads * task.rows > kBlockQ)) heads--;
+    const int64_t heads = heads_that_fit(task.rows, kBlockQ, group_);  // of a slot
     const int64_t slots = group_ / heads, rows = heads * task.rows;
     slots_.resize(slots);
     for (int64_t slot = 0; slot < slots; slot++) {
