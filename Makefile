@@ -67,8 +67,8 @@ recipe-rope:
 	python benchmarks/attention_recipes.py rope --text $(TEXT) --held-out $(HELD_OUT) --output benchmarks/results/rope.jsonl
 
 recipe-continual:
-	test -n "$(NEW)" -a -n "$(NEW_HELD_OUT)" -a -n "$(HELD_OUT)"
-	python benchmarks/attention_recipes.py continual --text $(NEW) --held-out $(NEW_HELD_OUT) --old $(HELD_OUT) --output benchmarks/results/continual.jsonl
+	test -n "$(NEW)" -a -n "$(NEW_HELD_OUT)" -a -n "$(TEXT)" -a -n "$(HELD_OUT)"
+	python benchmarks/attention_recipes.py continual --text $(NEW) --held-out $(NEW_HELD_OUT) --adapt $(TEXT) --old $(HELD_OUT) --output benchmarks/results/continual.jsonl
 
 long-context:  ## 131,072 tokens; fails if the process is ever resident with more than 1.5 GB
 	streamkl bench run --shape 1x1x131072x64 --dtype float32 --direction training --backend tiled \

@@ -10,16 +10,19 @@ logits to the model as it was (``logits``), with the KL of attention (``attentio
 - ``rope``: positions are divided by 4, as for a context four times as long.
 - ``layers``: a third of the layers is dropped.
 - ``kv-heads``: all KV heads are merged into one.
-- ``continual``: the model itself learns a new domain; what it forgets of ``--old`` text is measured, too.
+- ``continual``: the model itself learns a new domain; what it forgets of ``--old`` text is measured, too. A model that
+  knows text like the old one no better than other text has nothing to forget: with ``--adapt`` it is trained on such
+  text first, and that is the model which learns, and its teacher.
 
 Seed 0 chooses the learning rate of each loss, and then the weight and the layers of attention KL, in short trainings,
-by the held-out loss. Then each loss is trained with each seed until it has taken the time of the slowest one, and is
-evaluated after the same number of steps and after the same time. How many steps take the same time is measured once, in
-a few steps of each loss. Time is that of the process on all its cores, so that other work on the machine does not
-decide how many steps a loss gets; ``OMP_WAIT_POLICY=passive`` keeps threads that wait out of it. Every training that
-ends is a line of the output: the same command resumes a run that was stopped, and a second one beside it takes a share
-of the trainings. With ``OMP_NUM_THREADS=1`` a command per core takes less time than one on all cores. What is compared
-has one dtype (``--dtype``); choices that were made in another one hold.
+by the held-out loss; the weight of the KL of the logits is 1. Then each loss is trained with each seed until it has
+taken the time of the slowest one, and is evaluated after the same number of steps and after the same time. How many
+steps take the same time is measured once, in a few steps of each loss in turn. Time is that of the process on all its
+cores, so that other work on the machine does not decide how many steps a loss gets; ``OMP_WAIT_POLICY=passive`` keeps
+threads that wait out of it. Every training that ends is a line of the output: the same command resumes a run that was
+stopped, and a second one beside it takes a share of the trainings. With ``OMP_NUM_THREADS=1`` a command per core takes
+less time than one on all cores. What is compared has one dtype (``--dtype``); choices that were made in another one
+hold.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ from transformers import (
 
 from streamkl.bench.machine import facts
 from streamkl.distillation.packing import packed
-from streamkl.evaluation.statistics import mean
+from streamkl.durable import replace_folder
+from streamkl.evaluation.statistics import crossed_mean
 from streamkl.integrations.transformers import AttentionDistillation, AttentionDistiller
 
 DTYPES = ("float32", "bfloat16")
@@ -60,8 +64,10 @@ UNTRAINED = "before training"
 RATES, WEIGHTS = (3e-5, 1e-4, 3e-4), (3.0, 1.0, 10.0)
 WARMUP = 10
 """Steps until the learning rate is reached, which is constant from there on."""
-TIMED_STEPS = 12
-"""Of a training that is only timed."""
+TIMED_STEPS, TIMED_ROUNDS = 5, 3
+"""Of a training that is only timed, whose first step is left out, and how often the losses take turns."""
+ADAPTED_RATE = 1e-4
+"""The learning rate of training on the old text first."""
 
 
 class DistillingTrainer(AttentionDistillation, Trainer):
@@ -139,8 +145,8 @@ RECIPES: dict[str, Callable[[Any], Any]] = {
 class Evaluation(TrainerCallback):
     """Takes the loss of each held-out sequence after some steps, and the processor seconds of training until there."""
 
-    def __init__(self, steps: set[int], texts: dict[str, Tensor]) -> None:
-        self.steps, self.texts = steps, texts
+    def __init__(self, steps: set[int], texts: dict[str, Tensor], dtype: str) -> None:
+        self.steps, self.texts, self.dtype = steps, texts, dtype
         self.found: dict[int, dict[str, Any]] = {}
         self.seconds: list[float] = []
         self._since = 0.0
@@ -157,16 +163,17 @@ class Evaluation(TrainerCallback):
 
     def evaluate(self, model: Any, step: int) -> None:
         """Evaluates the model as it is after a step."""
-        losses = {name: held_out_losses(model, ids) for name, ids in self.texts.items()}
+        losses = {name: held_out_losses(model, ids, self.dtype) for name, ids in self.texts.items()}
         self.found[step] = {"seconds": sum(self.seconds), "losses": losses}
 
 
 @torch.no_grad()
-def held_out_losses(model: Any, ids: Tensor) -> list[float]:
-    """The mean loss per token of each sequence ``[sequences, tokens]``."""
+def held_out_losses(model: Any, ids: Tensor, dtype: str) -> list[float]:
+    """The mean loss per token of each sequence ``[sequences, tokens]``, with products in a dtype."""
     was_training = model.training
     model.eval()
-    losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss.item() for row in ids]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss.item() for row in ids]
     model.train(was_training)
     return losses
 
@@ -177,35 +184,49 @@ class Bench:
 
     Attributes:
         model: The folder of the model.
-        data: What records are told apart by, beside the training: the model's name, the texts, and their lengths.
+        data: What records are told apart by, beside the training and a digest of all tokens: the model's name, the
+            names of the texts, and lengths.
         train: Sequences to train on, ``[sequences, tokens]``.
-        texts: Held-out sequences, by name.
+        texts: Held-out sequences, by name, that trainings are compared by.
+        tuning: The same, of other sequences, that short trainings are judged by.
         output: A file of one JSON line per training.
         scratch: A folder that the trainer may use.
         batch: Sequences of a step.
         dtype: Of the teacher, and of the student's products: ``"float32"`` or ``"bfloat16"``.
-        tuning_sequences: How many held-out sequences, the first ones, short trainings are judged by; no others are.
     """
 
     model: str
     data: dict[str, Any]
     train: Tensor
     texts: dict[str, Tensor]
+    tuning: dict[str, Tensor]
     output: Path
     scratch: Path
     batch: int
     dtype: str
-    tuning_sequences: int
 
     def __post_init__(self) -> None:
         self.scratch.mkdir(parents=True, exist_ok=True)
-        with self._held("output"):
-            if self.output.exists():  # a last line that was cut off
-                whole = self.output.read_text()
-                self.output.write_text(whole[: whole.rfind("\n") + 1])
+
+    def texts_of(self, trial: Trial) -> dict[str, Tensor]:
+        """The sequences that a training is evaluated on."""
+        return self.texts if trial.also or trial.loss == UNTRAINED else self.tuning
+
+    def key(self, trial: Trial) -> dict[str, Any]:
+        """What the record of a training is found by, beside its dtype."""
+        digest = hashlib.sha256(self.train.numpy().tobytes())
+        for name, ids in self.texts_of(trial).items():
+            digest.update(name.encode() + ids.numpy().tobytes())
+        return {"trial": dataclasses.asdict(trial), "data": {**self.data, "digest": digest.hexdigest()[:16]}}
+
+    def found(self, trial: Trial, dtypes: tuple[str, ...]) -> dict[str, Any] | None:
+        """The record of a training that has run in one of the dtypes."""
+        wanted = self.key(trial)
+        records = (record for record in read(self.output) if record["dtype"] in dtypes)
+        return next((record for record in records if wanted.items() <= record.items()), None)
 
     @contextmanager
-    def _held(self, name: str, wait: bool = True) -> Iterator[bool]:
+    def held(self, name: str, wait: bool = True) -> Iterator[bool]:
         """Whether this process alone has what has a name; another one that has it is waited for, or not."""
         with (self.scratch / f"{name}.lock").open("w") as file:
             try:
@@ -215,48 +236,66 @@ class Bench:
             else:
                 yield True  # closing the file lets go of it
 
-    def found(self, trial: Trial, dtypes: tuple[str, ...], evaluated: bool) -> dict[str, Any] | None:
-        """The record of a training that has run in one of the dtypes, and was evaluated if that is asked for."""
-        wanted = {"trial": dataclasses.asdict(trial), "data": self.data}
-        records = (r for r in read(self.output) if r["dtype"] in dtypes and (r["evaluations"] or not evaluated))
-        return next((record for record in records if wanted.items() <= record.items()), None)
-
-    def run(
-        self, trials: Iterable[Trial], *, dtypes: tuple[str, ...] = (), evaluated: bool = True
-    ) -> list[dict[str, Any]]:
+    def run(self, trials: Iterable[Trial], *, dtypes: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         """The records of trainings, which run where there is none yet of this dtype or of one of `dtypes`.
 
         What another process trains at the time comes last.
         """
-        trials = list(trials)
+        trials, dtypes = list(trials), (self.dtype, *dtypes)
         for wait in (False, True):
             for trial in trials:
-                with self._held(hashlib.sha256(repr((trial, self.data)).encode()).hexdigest()[:16], wait) as held:
-                    if held and self.found(trial, (self.dtype, *dtypes), evaluated) is None:
-                        self._train(trial, evaluated)
-        return [found for t in trials if (found := self.found(t, (self.dtype, *dtypes), evaluated)) is not None]
+                name = hashlib.sha256(json.dumps(self.key(trial)).encode()).hexdigest()[:16]
+                with self.held(name, wait) as held:
+                    if held and self.found(trial, dtypes) is None:
+                        self._train(trial)
+        return [found for trial in trials if (found := self.found(trial, dtypes)) is not None]
 
-    def _train(self, trial: Trial, evaluated: bool) -> None:
+    def _train(self, trial: Trial) -> None:
         print(f"{trial.recipe}: {describe(trial)}, {trial.steps} steps", flush=True)
-        compared = trial.also or trial.loss == UNTRAINED
-        part = slice(self.tuning_sequences, None) if compared else slice(self.tuning_sequences)
-        texts = {name: ids[part] for name, ids in self.texts.items()}
-        evaluation = Evaluation({trial.steps, trial.also} if evaluated else set(), texts)
+        evaluation = Evaluation({trial.steps, trial.also}, self.texts_of(trial), self.dtype)
         trainer = self._trainer(trial, evaluation)
         if trial.steps:
             trainer.train()
         else:
             evaluation.evaluate(trainer.model, 0)
-        record = {
-            "trial": dataclasses.asdict(trial),
-            "data": self.data,
-            "dtype": self.dtype,
-            "evaluations": evaluation.found,
-            "seconds_per_step": median(evaluation.seconds or [0.0]),
-            "machine": facts(torch.device("cpu")),
-        }
-        with self._held("output"), self.output.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self._write(trial, evaluations=evaluation.found, seconds_per_step=median(evaluation.seconds or [0.0]))
+
+    def time(self, trials: dict[str, Trial]) -> dict[str, float]:
+        """Processor seconds of a step of each training, by loss: they take turns, in one process."""
+        timed = {loss: dataclasses.replace(trial, steps=0) for loss, trial in trials.items()}
+        with self.held("timing"):
+            records = {loss: self.found(trial, (self.dtype,)) for loss, trial in timed.items()}
+            if None in records.values():
+                seconds: dict[str, list[float]] = {loss: [] for loss in trials}
+                for _ in range(TIMED_ROUNDS):
+                    for loss, trial in trials.items():
+                        clock = Evaluation(set(), {}, self.dtype)
+                        print(f"{trial.recipe}: the time of {loss}", flush=True)
+                        self._trainer(dataclasses.replace(trial, steps=TIMED_STEPS), clock).train()
+                        seconds[loss] += clock.seconds[1:]
+                for loss, trial in timed.items():
+                    self._write(trial, evaluations={}, seconds_per_step=median(seconds[loss]), seconds=seconds[loss])
+            records = {loss: self.found(trial, (self.dtype,)) for loss, trial in timed.items()}
+        return {loss: record["seconds_per_step"] for loss, record in records.items() if record is not None}
+
+    def _write(self, trial: Trial, **found: Any) -> None:
+        record = {**self.key(trial), "dtype": self.dtype, **found, "machine": facts(torch.device("cpu"))}
+        with self.held("output"):
+            append(self.output, record)
+
+    def adapt(self, steps: int, texts: Tensor) -> None:
+        """Trains the model on texts by the language-model loss, once; from there on that is the model."""
+        folder = self.scratch / f"adapted-{self.data['adapted']}"
+        with self.held("adapting"):
+            if not folder.exists():
+                print(f"the model learns text of the old kind, {steps} steps", flush=True)
+                trial = Trial("continual", "lm", 0, ADAPTED_RATE, 0.0, "all", steps)
+                trainer = dataclasses.replace(self, train=texts)._trainer(trial, Evaluation(set(), {}, self.dtype))
+                trainer.train()
+                new: Any = self.scratch / "adapting"
+                trainer.save_model(new)
+                replace_folder(new, folder)
+        self.model = str(folder)
 
     def _trainer(self, trial: Trial, evaluation: Evaluation) -> Trainer:
         student = RECIPES[trial.recipe](AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32))
@@ -309,10 +348,9 @@ def judged(record: dict[str, Any]) -> float:
 def compare(bench: Bench, recipe: str, steps: int, tuning_steps: int, seeds: int) -> None:
     """Tunes the losses of a recipe, and trains each with each seed."""
     tuned = bench.tune(recipe, tuning_steps)
-    timed = {loss: dataclasses.replace(trial, steps=TIMED_STEPS) for loss, trial in tuned.items()}
-    costs = [record["seconds_per_step"] for record in bench.run(timed.values(), evaluated=False)]
+    costs = bench.time(tuned)
     untrained = Trial(recipe, UNTRAINED, seed=0, rate=0.0, weight=0.0, layers="all", steps=0)
-    as_long = {loss: round(steps * max(costs) / cost) for loss, cost in zip(timed, costs, strict=True)}
+    as_long = {loss: round(steps * max(costs.values()) / cost) for loss, cost in costs.items()}
     final = [
         dataclasses.replace(trial, seed=seed, steps=as_long[loss], also=steps)
         for seed in range(seeds)
@@ -333,27 +371,56 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Adds a record, in the place of a last line that was cut off."""
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.seek(0, 2)
+        file.write(json.dumps(record).encode() + b"\n")
+
+
 def tables(records: list[dict[str, Any]]) -> str:
     """A table per recipe, dtype and held-out text: perplexities, beside those of the two losses without attention.
 
-    A change is that of the mean over seeds, with Student's interval over the held-out sequences at 95%, and the least
-    and the most of the seeds.
+    A change has Student's interval of 95% over seeds and held-out sequences. Before them the short trainings, with the
+    losses that choices were made by.
     """
     final = [record for record in records if record["trial"]["also"] or record["trial"]["loss"] == UNTRAINED]
-    lines: list[str] = []
-    for recipe, dtype in dict.fromkeys((record["trial"]["recipe"], record["dtype"]) for record in final):
-        here = [record for record in final if (record["trial"]["recipe"], record["dtype"]) == (recipe, dtype)]
-        for text in next(iter(here[0]["evaluations"].values()))["losses"]:
+    lines = _choices([record for record in records if record not in final and record["evaluations"]])
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for record in final:
+        runs.setdefault(json.dumps((record["trial"]["recipe"], record["dtype"], record["data"])), []).append(record)
+    for run in runs.values():
+        recipe, dtype, model = run[0]["trial"]["recipe"], run[0]["dtype"], run[0]["data"]["model"]
+        for text in next(iter(run[0]["evaluations"].values()))["losses"]:
             for when in ("steps", "time"):
-                lines += _table(here, f"{recipe}, {dtype}", text, when)
+                lines += _table(run, f"{recipe}, {model}, {dtype}", text, when)
     return "\n".join(lines)
+
+
+def _choices(records: list[dict[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    for recipe in dict.fromkeys(record["trial"]["recipe"] for record in records):
+        lines += [
+            f"\n{recipe}, short trainings:\n",
+            "| loss | learning rate | weight | layers | steps | dtype | loss on held-out text |",
+            "| --- | --: | --: | --- | --: | --- | --: |",
+        ]
+        for record in records:
+            trial = record["trial"]
+            if trial["recipe"] == recipe:
+                attention = (f"{trial['weight']:g}", trial["layers"]) if trial["weight"] else ("", "")
+                cells = trial["loss"], f"{trial['rate']:g}", *attention, trial["steps"], record["dtype"]
+                lines.append(f"| {' | '.join(map(str, cells))} | {judged(record):.3f} |")
+    return lines
 
 
 def _table(records: list[dict[str, Any]], what: str, text: str, when: str) -> list[str]:
     lines = [
         f"\n{what}, {text} text, equal {when}:\n",
-        "| loss | steps | processor seconds | perplexity | beside lm | beside logits |",
-        "| --- | --: | --: | --: | --- | --- |",
+        "| loss | seeds | steps | processor seconds | perplexity | beside lm | beside logits |",
+        "| --- | --: | --: | --: | --: | --- | --- |",
     ]
     rows: dict[str, dict[int, dict[str, Any]]] = {}
     for record in records:
@@ -368,7 +435,8 @@ def _table(records: list[dict[str, Any]], what: str, text: str, when: str) -> li
             perplexity = math.exp(fmean(fmean(values) for values in losses[loss].values()))
             beside = [_change(losses[loss], losses.get(other, {})) if other != loss else "" for other in LOSSES[:2]]
             steps = next(iter(row.values()))["steps"]
-            lines.append(f"| {loss} | {steps} | {seconds:.0f} | {perplexity:.2f} | {' | '.join(beside)} |")
+            cells = loss, len(row), steps, f"{seconds:.0f}", f"{perplexity:.2f}", *beside
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
@@ -378,31 +446,40 @@ def _change(ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> str
     if not seeds:
         return ""
     change = [[a - b for a, b in zip(ours[seed], theirs[seed], strict=True)] for seed in seeds]
-    e = mean([fmean(values) for values in zip(*change, strict=True)])
+    e = crossed_mean(change)
     low, value, high = (100 * math.expm1(x) for x in (e.low, e.value, e.high))
-    each = [100 * math.expm1(fmean(values)) for values in change]
-    spread = f", {len(each)} seeds {min(each):+.1f} to {max(each):+.1f}" if len(each) > 1 else ""
-    return f"{value:+.1f}% [{low:+.1f}, {high:+.1f}]{spread}"
+    return f"{value:+.1f}% [{low:+.1f}, {high:+.1f}]"
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The defaults of options, and the description as it is written."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs what is missing, and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("recipe", nargs="*", help=f"of {', '.join(RECIPES)}; none: only the tables")
-    parser.add_argument("--model", default="", help="a folder; SmolLM2-135M by default")
+    parser.add_argument("--model", default="", help="a folder, instead of SmolLM2-135M")
     parser.add_argument("--text", action="append", default=[], help="files or folders to train on")
     parser.add_argument("--held-out", action="append", default=[], help="text of the same kind to evaluate on")
     parser.add_argument("--old", action="append", default=[], help="text that shall not be forgotten")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/recipes.jsonl"))
-    for name, default in (("steps", 100), ("tuning-steps", 50), ("seeds", 3), ("tokens", 512), ("batch", 1),
-                          ("sequences", 100), ("tuning-sequences", 20)):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--adapt", action="append", default=[], help="text like the old one to train on first")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/recipes.jsonl"), help="the records")
+    for name, default, what in (
+        ("steps", 100, "of a training that is compared, for the slowest loss"), ("tuning-steps", 50, "of a short one"),
+        ("seeds", 3, "of the trainings that are compared"), ("tokens", 512, "of a sequence"),
+        ("batch", 1, "sequences of a step"), ("sequences", 100, "held out of each text, to compare by"),
+        ("tuning-sequences", 20, "held out of each text, to choose by"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=what)
     native = "bfloat16 as it is" in facts(torch.device("cpu"))["capability"]
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if native else "float32",
                         help="of the products; by default what the CPU multiplies as it is")  # fmt: skip
     given = parser.parse_args(arguments)
     if unknown := set(given.recipe) - set(RECIPES):
         parser.error(f"there is no recipe {', '.join(sorted(unknown))}: there are {', '.join(RECIPES)}")
+    if not given.recipe and not given.output.exists():
+        parser.error(f"there are no records in {given.output}")
     if given.recipe:
         if not given.text or not given.held_out:
             parser.error("a recipe needs --text and --held-out")
@@ -416,20 +493,29 @@ def main(arguments: list[str] | None = None) -> None:
             ids = packed(tokenizer, sources, given.tokens, most, field="text", encoding="utf-8")
             return torch.from_numpy(ids.astype("int64"))
 
-        evaluated = given.sequences + given.tuning_sequences
-        texts = {"held-out": sequences(given.held_out, evaluated)}
-        if given.old:
-            texts["old"] = sequences(given.old, evaluated)
+        everything = 2**40 // given.tokens
+        texts, tuning = {}, {}
+        for name, sources in (("held-out", given.held_out), ("old", given.old)):
+            if sources:
+                ids = sequences(sources, everything)
+                tuning[name], rest = ids[: given.tuning_sequences], ids[given.tuning_sequences :]
+                if len(rest) < given.sequences:
+                    parser.error(f"the {name} text has {len(ids)} sequences: more text, or fewer --sequences")
+                texts[name] = rest[torch.linspace(0, len(rest) - 1, given.sequences).long()]  # of all of the text
         names = {what: [Path(name).name for name in getattr(given, what)] for what in ("text", "held_out", "old")}
         data = {"model": Path(given.model).name, **names, "tokens": given.tokens, "batch": given.batch}
         train = sequences(given.text, 4 * given.steps * given.batch)
         given.output.parent.mkdir(parents=True, exist_ok=True)
         scratch = given.output.with_suffix(".scratch")
-        bench = Bench(
-            given.model, data, train, texts, given.output, scratch, given.batch, given.dtype, given.tuning_sequences
-        )
+        bench = Bench(given.model, data, train, texts, tuning, given.output, scratch, given.batch, given.dtype)
         for recipe in given.recipe:
-            compare(bench, recipe, given.steps, given.tuning_steps, given.seeds)
+            chosen = bench
+            if recipe == "continual" and given.adapt:
+                ids = sequences(given.adapt, given.steps * given.batch)
+                digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]
+                chosen = dataclasses.replace(bench, data={**data, "adapted": digest})
+                chosen.adapt(given.steps, ids)
+            compare(chosen, recipe, given.steps, given.tuning_steps, given.seeds)
     print(tables(read(given.output)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import sys
 import threading
 import time
@@ -90,6 +89,7 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
         "continual", "--model", str(tiny.llama(tmp_path / "llama")), "--text", str(text), "--held-out", str(text),
         "--old", str(text), "--output", str(output), "--steps", "3", "--tuning-steps", "2", "--seeds", "2",
         "--tokens", "32", "--batch", "2", "--sequences", "4", "--tuning-sequences", "2", "--dtype", "float32",
+        "--adapt", str(text),
     ]  # fmt: skip
     recipes.main(arguments)
     records = recipes.read(output)
@@ -102,11 +102,11 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     assert all(len(e["losses"]["old"]) == 4 for record in final for e in record["evaluations"].values())
     table = capsys.readouterr().out
     assert all(
-        f"continual, float32, {name} text, equal {when}" in table
+        f"continual, llama, float32, {name} text, equal {when}" in table
         for name in ("held-out", "old")
         for when in ("steps", "time")
     )
-    assert table.count("| both |") == table.count("| before training | 0 | 0 |") == 4
+    assert table.count("| both | 2 |") == table.count("| before training | 1 | 0 | 0 |") == 4
     (untrained,) = (record for record in records if record["trial"]["loss"] == recipes.UNTRAINED)
     assert len(untrained["evaluations"]["0"]["losses"]["old"]) == 4
 
@@ -116,51 +116,66 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     again = recipes.read(output)
     assert len(again) == len(records)
     assert [record["trial"] for record in again] == [record["trial"] for record in records]
-    trial, data = recipes.Trial(**again[0]["trial"]), {**again[0]["data"]}
-    other = recipes.Bench("another model", data, torch.zeros(1, 8), {}, output, tmp_path, 1, "bfloat16", 1)
-    assert other.found(trial, ("bfloat16",), True) is None, "a record of another dtype is not taken"
-    assert other.run([trial], dtypes=recipes.DTYPES) == [again[0]], "but for a choice"
-    assert data["tokens"] == 32
-    timed = next(recipes.Trial(**record["trial"]) for record in again if not record["evaluations"])
-    assert other.found(timed, recipes.DTYPES, False) is not None
-    assert other.found(timed, recipes.DTYPES, True) is None, "a training that was only timed was not judged"
-    data["tokens"] = 64
-    assert other.found(trial, recipes.DTYPES, True) is None, "a record of other text is not taken"
     recipes.main(["--output", str(output)])
     assert capsys.readouterr().out.endswith(recipes.tables(again) + "\n")
+    assert recipes.tables(again).count("| attention | 0.01 |") >= 1
     half = [{**record, "dtype": "bfloat16"} for record in final if record["trial"]["loss"] == "lm"]
     assert recipes.tables([*again, *half]).startswith(recipes.tables(again)), "dtypes have tables of their own"
+
+
+def bench_of(recipes, folder: Path, dtype: str = "float32", held_out: int = 8) -> Any:
+    """A bench of no model, whose records are in a folder."""
+    text = {"held-out": torch.arange(held_out)[None]}
+    data = {"model": "model"}
+    return recipes.Bench("", data, text["held-out"], text, text, folder / "x.jsonl", folder / "scratch", 1, dtype)
+
+
+def test_a_record_is_of_the_training_the_tokens_and_the_dtype(recipes, tmp_path) -> None:
+    trial, bench = recipes.Trial("rope", "lm", 0, 1e-4, 0.0, "all", 1), bench_of(recipes, tmp_path)
+    bench._write(trial, evaluations={"1": {}})
+    assert bench.found(trial, ("float32",)) == recipes.read(bench.output)[0]
+    assert bench.found(dataclasses.replace(trial, seed=1), ("float32",)) is None
+    assert bench_of(recipes, tmp_path, held_out=9).found(trial, ("float32",)) is None
+    other = bench_of(recipes, tmp_path, "bfloat16")
+    assert other.found(trial, ("bfloat16",)) is None
+    assert other.run([trial], dtypes=recipes.DTYPES) == recipes.read(bench.output), "but for a choice"
+
+
+def test_a_line_that_was_cut_off_is_replaced_by_the_next_one(recipes, tmp_path) -> None:
+    output = tmp_path / "x.jsonl"
+    recipes.append(output, {"n": 1})
+    with output.open("a") as file:
+        file.write('{"n": 2')
+    assert recipes.read(output) == [{"n": 1}]
+    recipes.append(output, {"n": 3})
+    assert recipes.read(output) == [{"n": 1}, {"n": 3}]
 
 
 def test_two_processes_share_the_trainings(recipes, tmp_path, monkeypatch) -> None:
     """Each training runs once; one that its process did not end runs again, and both have all records."""
     trials = [recipes.Trial("rope", "lm", seed, 1e-4, 0.0, "all", 1) for seed in range(6)]
-    output, trained, lost = tmp_path / "recipes.jsonl", [], threading.Event()
+    trained, lost = [], threading.Event()
 
-    def train(bench, trial, evaluated) -> None:
+    def train(bench, trial) -> None:
         trained.append(trial.seed)
         time.sleep(0.05)
         if trial.seed == 1 and not lost.is_set():
             lost.set()
             return  # killed before it wrote a record: the lock is free again
-        record = {"trial": dataclasses.asdict(trial), "data": {}, "dtype": "float32", "evaluations": {"1": {}}}
-        with bench._held("output"), output.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        bench._write(trial, evaluations={"1": {}})
 
     monkeypatch.setattr(recipes.Bench, "_train", train)
-
-    def run(_: int) -> list:
-        bench = recipes.Bench("model", {}, torch.zeros(1, 8), {}, output, tmp_path / "scratch", 1, "float32", 1)
-        return bench.run(trials)
-
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(run, range(2)))
+        found = list(pool.map(lambda _: bench_of(recipes, tmp_path).run(trials), range(2)))
     assert [[record["trial"]["seed"] for record in records] for records in found] == [[*range(6)]] * 2
     assert sorted(trained) == [0, 1, 1, 2, 3, 4, 5]
 
 
 def test_a_recipe_that_is_unknown_or_without_text_is_refused(recipes, capsys) -> None:
-    for arguments, message in ((["ropes"], "no recipe ropes"), (["rope"], "needs --text and --held-out")):
+    for arguments, message in (
+        (["ropes"], "no recipe ropes"), (["rope"], "needs --text and --held-out"),
+        (["--output", "typo.jsonl"], "no records in typo.jsonl"),
+    ):  # fmt: skip
         with pytest.raises(SystemExit):
             recipes.main(arguments)
         assert message in capsys.readouterr().err

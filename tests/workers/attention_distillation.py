@@ -1,7 +1,8 @@
 """Two ranks: attention distillation under DDP or FSDP2 has the gradients of the matrices of the whole batch.
 
 The loss is of attention alone, which leaves part of the last layer without gradients, unless the student's own loss is
-added with a weight of 0.
+added with a weight of 0. With ``trainer FILE`` each rank runs a step of Trainer with the losses, the arguments and the
+samples of the file, and holds its weights to those in it.
 """
 
 import sys
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
 
-from streamkl.integrations.transformers import AttentionDistiller
+from streamkl.integrations.transformers import AttentionDistillation, AttentionDistiller
 from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 from streamkl.testing.materialised import materialised_losses
 from streamkl.testing.tiny_models import tiny_model, tokens
@@ -52,7 +54,32 @@ def check(parallel: str, dtype: torch.dtype, tolerance: float, checkpointing: bo
         assert error <= tolerance * largest, f"{name}: {error:.1e} of {largest:.1e}"
 
 
+class DistillingTrainer(AttentionDistillation, Trainer):
+    """Trainer with the loss of a distiller."""
+
+
+def check_trainer(path: str) -> None:
+    given = torch.load(path, weights_only=False)
+    student, arguments = given["student"], TrainingArguments(**given["arguments"])
+    trainer = DistillingTrainer(
+        student, arguments, train_dataset=given["samples"],
+        distiller=AttentionDistiller(student, given["teacher"], weight=given["weight"]), **given["weights"],
+    )  # fmt: skip
+    assert arguments.world_size == 2
+    trainer.train()
+    for name, parameter in student.named_parameters():
+        error = float((parameter.detach() - given["after"][name]).abs().max())
+        assert error <= given["tolerance"], f"{name}: {error:.1e}"
+    logged = next(line for line in trainer.state.log_history if "attention_kl" in line)
+    for name, value in given["losses"].items():
+        assert abs(logged[name] - value) <= 1e-4 * max(1, value), f"{name}: {logged[name]} instead of {value}"
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "trainer":
+        check_trainer(sys.argv[2])
+        print("equal")
+        sys.exit()
     dist.init_process_group("gloo")
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         for checkpointing in (False, True):

@@ -87,6 +87,30 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(middle, middle - half, middle + half)
 
 
+def crossed_mean(rows: Sequence[Sequence[float]]) -> Estimate:
+    """A mean over two things that are both samples, such as seeds and texts, with Student's interval.
+
+    The variances of the means of rows and of columns add up, which is slightly too wide, with Satterthwaite's degrees
+    of freedom. One row has the interval of its columns.
+
+    Examples:
+        >>> from streamkl.evaluation.statistics import crossed_mean
+        >>> [round(x, 2) for x in crossed_mean([[1.0, 2.0, 3.0], [1.2, 2.2, 3.2]])]
+        [2.1, -0.39, 4.59]
+    """
+    columns = [statistics.fmean(values) for values in zip(*rows, strict=True)]
+    if len(rows) < 2 or len(columns) < 2:
+        return mean(columns)
+    parts = [
+        (statistics.variance(means) / len(means), len(means) - 1)
+        for means in (columns, [statistics.fmean(row) for row in rows])
+    ]
+    middle, variance = statistics.fmean(columns), sum(part for part, _ in parts)
+    freedom = variance**2 / sum(part**2 / freedom for part, freedom in parts) if variance else 1
+    half = _student(int(freedom)) * math.sqrt(variance)
+    return Estimate(middle, middle - half, middle + half)
+
+
 def _student(freedom: int) -> float:
     """Student's quantile; beyond the table by the first terms of its expansion, to the fourth digit."""
     if freedom <= len(STUDENT):

@@ -57,9 +57,11 @@ def eager(model: Any) -> Iterator[None]:
     module = next(m for m in model.modules() if hasattr(m, "layer_idx"))
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    with mock.patch.object(sys.modules[type(module).__module__], "eager_attention_forward", _eager):
-        yield
-    model.set_attn_implementation(before)
+    try:
+        with mock.patch.object(sys.modules[type(module).__module__], "eager_attention_forward", _eager):
+            yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def allowed(input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import (
     FalconConfig,
     FalconModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import streamkl.integrations.transformers as skl
 from streamkl import attention_lse
@@ -167,6 +168,14 @@ def test_what_cannot_be_captured_is_refused_in_a_sentence() -> None:
         pass
     with pytest.raises(ValueError, match=r"several numbers, such as .*: got 'last'"), capture_attention(model, "last"):
         pass
+    AttentionInterface.register("unmasked", sdpa_attention_forward)
+    unmasked = tiny_model("llama")
+    unmasked.config._attn_implementation = "unmasked"
+    try:
+        with pytest.raises(ValueError, match="under 'unmasked', which has no mask"), capture_attention(unmasked):
+            pass
+    finally:
+        AttentionInterface._global_mapping.pop("unmasked")
     falcon = FalconModel(FalconConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match="FalconModel: it does not use"), capture_attention(falcon):
         pass

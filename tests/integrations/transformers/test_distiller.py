@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import streamkl.integrations.transformers as skl
 from streamkl.integrations.transformers import AttentionDistiller, DistillationStep
 from streamkl.integrations.transformers.checkpointing import checkpoint_activations
+from streamkl.sparse import OracleSelector
 from streamkl.testing.materialised import materialised_losses
 from streamkl.testing.tiny_models import tiny_model, tokens
 
@@ -219,6 +221,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
     windowed = tiny_model("gemma3", layer_types=["sliding_attention", "full_attention", "full_attention"])
     with pytest.raises(ValueError, match=r"has the window \(6, 0\), layer 0 of the teacher None"):
         one_step(AttentionDistiller(windowed, teacher, layers={0: 0}), batch)
+    sparse = copy.deepcopy(teacher)
+    skl.sparsify(sparse, OracleSelector(4, 2))
+    with pytest.raises(ValueError, match="layer 0 of the student, or 0 of the teacher, attends to selected keys only"):
+        one_step(AttentionDistiller(student, sparse, layers={0: 0}), batches()["plain"])
     with AttentionDistiller(student, teacher).step() as step:
         student(**batch, use_cache=False)
     with pytest.raises(ValueError, match="the teacher did not run in this step"):

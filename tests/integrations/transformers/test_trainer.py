@@ -15,6 +15,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from streamkl.integrations.transformers import AttentionDistillation, AttentionDistiller
+from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 from streamkl.testing.materialised import materialised_losses
 from streamkl.testing.tiny_models import VOCAB, tiny_model, tokens
 
@@ -140,7 +141,7 @@ def tokenizer() -> Any:
 @needs_trl
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.parametrize(("micro_batch", "steps"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("micro_batch", "steps"), [(1, 4), (4, 1), (2, 2)])
 def test_so_is_one_of_trls_sft_trainer(micro_batch, steps, tokenizer, tmp_path) -> None:
     import trl
     from datasets import Dataset
@@ -204,18 +205,59 @@ def test_so_are_the_gradients_in_trls_distillation_trainer_whose_teacher_runs_on
         assert float((got[name] - parameter.grad).abs().max()) <= GRADIENT * max(1, float(parameter.grad.abs().max()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_so_is_one_of_two_processes(parallel) -> None:
-    if parallel == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):
-        pytest.skip("FSDP2 of this torch does not run on CPUs")
+def in_two_processes(*given: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
-        [*command, str(WORKER), parallel], capture_output=True, text=True, timeout=300,
+        [*command, str(WORKER), *given], capture_output=True, text=True, timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-5000:]
     assert result.stdout.count("equal") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_so_is_one_of_a_distiller_in_two_processes(parallel) -> None:
+    if parallel == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("FSDP2 of this torch does not run on CPUs")
+    in_two_processes(parallel)
+
+
+@pytest.mark.slow
+def test_so_is_one_of_a_trainer_in_two_processes(tmp_path) -> None:
+    after, losses = wanted(*models(), 3.0, 0.5, 2.0)
+    student, teacher = models()
+    given = {
+        "student": student, "teacher": teacher, "samples": samples(), "weight": 3.0, "after": after, "losses": losses,
+        "weights": {"lm_weight": 0.5, "logits_weight": 2.0}, "tolerance": GRADIENT,
+        "arguments": arguments(tmp_path, 1, 2, ddp_backend="gloo"),
+    }  # fmt: skip
+    torch.save(given, tmp_path / "given.pt")
+    in_two_processes("trainer", str(tmp_path / "given.pt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_so_is_one_of_a_trainer_that_compiles(checkpointing, tmp_path) -> None:
+    torch._dynamo.reset()
+    student, teacher = models()
+    after, losses = wanted(student, teacher, 1.0, 1.0, 0.0)
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    if checkpointing:
+        checkpoint_activations(student)
+    trainer = DistillingTrainer(
+        student, TrainingArguments(**arguments(tmp_path, 2, 2, **options)), train_dataset=samples(),
+        distiller=AttentionDistiller(student, teacher),
+    )  # fmt: skip
+    check(trainer, after, {name: losses[name] for name in ("attention_kl", "lm_loss")})
+
+
+def test_replicas_on_several_gpus_in_one_process_are_refused(tmp_path) -> None:
+    student, teacher = models()
+    given = TrainingArguments(**arguments(tmp_path, 2, 2))
+    given._n_gpu = 2
+    with pytest.raises(ValueError, match="start one process per GPU"):
+        DistillingTrainer(student, given, distiller=AttentionDistiller(student, teacher))
 
 
 def test_a_distiller_of_another_model_is_refused(tmp_path) -> None:

@@ -25,9 +25,10 @@ def capture_attention(
 ) -> Iterator[Capture]:
     """Captures q and k after RoPE, the scale, the mask and the packing of a model's layers, in a ``with`` block.
 
-    The model runs with the attention implementation that it has, whichever that is, and computes what it computes
-    without a capture. No attention matrix is made. Tensors have their graph if gradients are enabled. It sees only
-    calls of the thread, or task of ``asyncio``, that entered the block.
+    The model runs with the attention implementation that it has, and computes what it computes without a capture; with
+    ``lse`` the output of attention comes from another kernel, and its last bits differ. No attention matrix is made.
+    Tensors have their graph if gradients are enabled. It sees only calls of the thread, or task of ``asyncio``, that
+    entered the block.
 
     Under non-reentrant checkpointing what is repeated in the backward is not captured again. Under reentrant
     checkpointing there is no graph. A compiled model may be captured, in one graph and with checkpointing, too.
@@ -45,7 +46,8 @@ def capture_attention(
         The `Attended` of the last forward, by the number of the layer.
 
     Raises:
-        ValueError: There is no model of transformers, or it has no such layer. In a forward: the mask is not causal
+        ValueError: There is no model of transformers, or it has no such layer, or its attention implementation has no
+            mask function. In a forward: the mask is not causal
             attention within sequences, or the softmax has a soft cap, sinks or a bias.
 
     Examples:
@@ -76,6 +78,8 @@ def capture_attention(
     names = {module.config._attn_implementation for layer in chosen for module in attentions[layer]}
     names = [name for name in names if not name.startswith(PREFIX)]  # whose functions record themselves
     capture = Capture(decoder.config, numbers, each, lse, graph)
+    for name in names:
+        taps.check(name)
     for name in names:
         taps.install(name)
     recording.opened(capture)

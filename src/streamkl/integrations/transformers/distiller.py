@@ -162,7 +162,12 @@ class DistillationStep:
                     f"layer {layer} of the student has no graph: run the student with gradients, before the teacher; "
                     "checkpointing must be non-reentrant (use_reentrant=False)"
                 )
-            student, teacher = self._captured[layer].call, attended.call
+            student, teacher = self._captured[layer].call, _moved(attended.call, self._captured[layer].call.q.device)
+            if attended.indices is not None or self._captured[layer].indices is not None:
+                raise ValueError(
+                    f"layer {layer} of the student, or {taught_by} of the teacher, attends to selected keys only: "
+                    f"attention is distilled between models that attend to all"
+                )
             _check(student, teacher, layer, taught_by)
             with torch.enable_grad():  # the teacher runs without
                 pair = paired_heads(distiller.heads, student, teacher)
@@ -174,6 +179,14 @@ class DistillationStep:
                     teacher_lse=pair.teacher_lse if distiller.temperature == 1 else None,
                     divergence=distiller.divergence,
                 )  # fmt: skip
+
+
+def _moved(call: AttentionCall, device: torch.device) -> AttentionCall:
+    """A teacher's attention where its student is: their layers may lie on several devices."""
+    if call.q.device == device:
+        return call
+    lse = None if call.lse is None else call.lse.to(device)
+    return call._replace(q=call.q.to(device), k=call.k.to(device), lse=lse)
 
 
 def _scale(call: AttentionCall, temperature: float) -> float:

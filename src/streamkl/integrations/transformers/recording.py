@@ -210,4 +210,4 @@ def _same(made: Any, mask: Any) -> bool:
         return made is mask
     if torch.compiler.is_compiling():
         return made.shape == mask.shape and made.dtype == mask.dtype
-    return made.shape == mask.shape and torch.equal(made == 0, mask == 0)
+    return made.shape == mask.shape and torch.equal(made == 0, mask.to(made.device) == 0)

@@ -23,13 +23,26 @@ from streamkl.integrations.transformers.masks import Sequences
 from streamkl.integrations.transformers.recording import Recorded, captures_of, open_captures, refuse
 
 _LOCK, _USERS = threading.Lock(), Counter()
-_TAPS: dict[tuple[str, Any], tuple[Callable, Callable | None]] = {}
+_TAPS: dict[tuple[str, Any], tuple[Callable, Callable]] = {}
 """The two functions in the place of an implementation and its mask. They are made once: ``torch.compile`` would compile
 a model again for new ones."""
-_BEFORE: dict[str, tuple[Callable | None, Callable | None]] = {}
+_BEFORE: dict[str, tuple[Callable | None, Callable]] = {}
 _FLAGS: list[bool] = []
 CHECKPOINTED = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 """Lets ``torch.compile`` hand q and k out of a checkpointed layer; its repetition in the backward records nothing."""
+
+
+def check(name: str) -> None:
+    """Refuses an implementation that models make no mask for, by which a capture tells sequences and windows.
+
+    Raises:
+        ValueError: There is no mask function of that name.
+    """
+    if AttentionMaskInterface._global_mapping.get(name) is None:
+        raise ValueError(
+            f"attention is not captured under {name!r}, which has no mask function: register one by "
+            f"AttentionMaskInterface.register, such as that of 'sdpa'"
+        )
 
 
 def install(name: str) -> None:
@@ -39,16 +52,13 @@ def install(name: str) -> None:
         if _USERS[name] > 1:
             return
         functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-        before = functions.get(name), masks.get(name)
+        before = functions.get(name), masks[name]
         if (name, before) not in _TAPS:
-            _TAPS[name, before] = _attention(name, before[0]), None if before[1] is None else _mask(before[1])
+            _TAPS[name, before] = _attention(name, before[0]), _mask(before[1])
         if not _BEFORE:
             _FLAGS.append(_let_out(True))
         _BEFORE[name] = before
-        attention, mask = _TAPS[name, before]
-        functions[name] = attention
-        if mask is not None:
-            masks[name] = mask
+        functions[name], masks[name] = _TAPS[name, before]
 
 
 def uninstall(name: str) -> None:
@@ -60,14 +70,11 @@ def uninstall(name: str) -> None:
         attention, mask = _BEFORE.pop(name)
         if not _BEFORE:
             _let_out(_FLAGS.pop())
-        for mapping, function in (
-            (AttentionInterface._global_mapping, attention),
-            (AttentionMaskInterface._global_mapping, mask),
-        ):
-            if function is None:
-                mapping.pop(name, None)
-            else:
-                mapping[name] = function
+        AttentionMaskInterface._global_mapping[name] = mask
+        if attention is None:
+            AttentionInterface._global_mapping.pop(name)
+        else:
+            AttentionInterface._global_mapping[name] = attention
 
 
 def _let_out(allowed: bool) -> bool:

@@ -61,6 +61,11 @@ class AttentionDistillation:
         teacher = getattr(trainer, "teacher_model", None)  # of TRL's DistillationTrainer
         if isinstance(teacher, nn.Module) and decoder_of(teacher) is not decoder_of(distiller.teacher):
             raise ValueError("the distiller's teacher must be the trainer's teacher_model")
+        if trainer.args.n_gpu > 1:
+            raise ValueError(
+                f"one process with {trainer.args.n_gpu} GPUs would run replicas of the model, whose attention is not "
+                f"captured: start one process per GPU, with torchrun or accelerate"
+            )
         if not hasattr(distiller.teacher, "hf_device_map"):
             distiller.teacher.to(trainer.args.device)
 
