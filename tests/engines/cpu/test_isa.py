@@ -30,7 +30,8 @@ for seed in range(10):
     found = [(case, check_accuracy(case, "cpu")) for case in cases]
     case = random_sparse_case(seed, dtypes=dtypes)
     check_index_topk(case, "cpu")
-    for case, errors in [*found, (case, check_sparse_attention(case, "cpu"))]:
+    found += [(case, check_sparse_attention(case, "cpu", gradients=wanted)) for wanted in (True, False)]
+    for case, errors in found:
         assert errors.worst <= 1, f"{errors}; {case}"
 from streamkl.engines.cpu import products
 print(products())
