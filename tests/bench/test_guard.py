@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from streamkl.bench import guard
@@ -47,6 +48,14 @@ def test_the_table_has_a_ratio_for_every_guarded_call_and_no_other() -> None:
     table = guard.read(guard.TABLE)
     assert table
     assert all(set(row) == set(guard.GUARDED) for row in table.values())
+
+
+def test_amx_has_a_row_of_its_own_unless_onednn_is_held_to_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert guard.instruction_set().endswith(", AMX")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    assert not guard.instruction_set().endswith(", AMX")
 
 
 def test_gradients_of_all_kinds_are_guarded() -> None:

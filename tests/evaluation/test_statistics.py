@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from streamkl.evaluation.statistics import mean, paired_difference, wilson
+from streamkl.evaluation.statistics import crossed_mean, mean, paired_difference, wilson
 
 
 def test_wilson_gives_published_intervals() -> None:
@@ -60,3 +60,13 @@ def test_few_values_have_no_interval_or_all_of_it() -> None:
     assert mean([2.0]).high == float("inf")
     assert wilson(0, 0)[1:] == (0.0, 1.0)
     assert paired_difference([], [])[1:] == (-1.0, 1.0)
+
+
+def test_a_mean_over_seeds_and_texts_has_the_variance_of_both() -> None:
+    texts = [0.0, 1.0, 2.0, 3.0]
+    assert crossed_mean([texts]) == crossed_mean([texts, texts]) == mean(texts)
+    apart = crossed_mean([[x - 5 for x in texts], [x + 5 for x in texts], texts])
+    assert apart.value == 1.5
+    # Seeds at -5, 0, 5 alone have a half width of 4.303 * 5 / sqrt(3); texts add a little.
+    assert 12.42 < apart.high - apart.value < 13
+    assert crossed_mean([[1.0, 1.0], [1.0, 1.0]]) == (1.0, 1.0, 1.0)

@@ -7,6 +7,7 @@ depends on the machine's instruction set much more than on its speed. The table 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterable
@@ -99,7 +100,9 @@ def measure(names: Iterable[str], seconds: float) -> dict[str, float]:
 
 def instruction_set() -> str:
     """That of this machine, by which the table is read."""
-    return machine.capability(torch.device("cpu"))
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()  # of oneDNN, whose products these are
+    amx = torch.cpu._is_amx_tile_supported() and (most in ("", "ALL", "DEFAULT") or "AMX" in most)
+    return machine.capability(torch.device("cpu")) + (", AMX" if amx else "")
 
 
 def read(table: Path) -> dict[str, dict[str, float]]:
