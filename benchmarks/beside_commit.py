@@ -121,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each call of a cell, at least five rounds")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--most-tokens", type=int, default=2**40, help="leaves out the cells of more")
     parser.add_argument("--quick", action="store_true", help="few cells of few tokens: only shows that it works")
     parser.add_argument("--runner", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -148,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"| cell | now (ms) | {' | '.join(f'{c} (ms)' for c in columns)} ", end="")
             print(f"| {' | '.join(f'now / {c}' for c in columns)} |\n|{' --- |' * (2 + 2 * len(columns))}")
             found: dict[str, dict[str, list[float]]] = {}
-            for cell in suite.cells:
+            for cell in (cell for cell in suite.cells if cell.tokens <= given.most_tokens):
                 times = compare(runners, cell, baselines, given.seconds)
                 print(row(cell, times, columns), flush=True)
                 for column in set(columns) & set(times):

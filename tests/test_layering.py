@@ -213,12 +213,13 @@ BENCH = {
     "guard": {"bench", "bench.cells", "bench.implementations", "bench.measure", "testing"},
     "measure": {"bench.cells"},
     "isolated": {"bench.cells", "bench.implementations"},
+    "costs": {"bench.gate"},
     "machine": {"engines"},
     "records": {"bench.cells"},
     "report": {"bench.cells", "bench.records"},
     "plots": {"bench.cells", "bench.records", "bench.report"},
     "attention": {
-        "bench.gate",
+        "bench.costs",
         "bench.isolated",
         "bench.measure",
         "integrations.transformers",
@@ -227,7 +228,7 @@ BENCH = {
     },
     "distill": {
         "bench",
-        "bench.gate",
+        "bench.costs",
         "bench.isolated",
         "bench.measure",
         "distillation.indexers",

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from streamkl.bench import attention, isolated
-from streamkl.bench.attention import ATTENTION, BOTH, LOGITS, MATERIALISED, STUDENT, TEACHER, Cost
+from streamkl.bench.attention import ATTENTION, BOTH, LOGITS, MATERIALISED, STUDENT, TEACHER
+from streamkl.bench.costs import Cost
 from streamkl.bench.gate import RedGateError
 from streamkl.testing.tiny_models import tiny_model
 

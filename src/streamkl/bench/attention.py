@@ -10,13 +10,13 @@ import json
 import statistics
 import sys
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from streamkl.bench.gate import RedGateError
+from streamkl.bench.costs import Cost, check_agreement, random_ids
 from streamkl.bench.isolated import extra_bytes, peak_resident, start_counting
 from streamkl.bench.measure import alternate
 from streamkl.testing.materialised import eager, materialised_losses
@@ -26,25 +26,9 @@ STUDENT, TEACHER, LOGITS, ATTENTION, BOTH, MATERIALISED = (
 )  # fmt: skip
 """Forward and backward of the student's language-model loss; the teacher's forward without its head; the student's with
 the KL of the logits, with that of attention in all layers, with both; and with attention by its matrices."""
-GATE_TOKENS, GATE = 256, 0.01
-"""The two losses of attention must agree to a hundredth in float32, or no figure is shown: half dtypes round the
-probabilities of the matrices, by which so small a divergence moves by a tenth."""
-
-
-class Cost(NamedTuple):
-    """One call at one length.
-
-    Attributes:
-        tokens: The length.
-        call: Its name.
-        seconds: The median of its repetitions; ``None`` where only memory was measured.
-        extra_bytes: The memory that it added to its process at its peak.
-    """
-
-    tokens: int
-    call: str
-    seconds: float | None
-    extra_bytes: int
+GATE_TOKENS = 256
+"""Where the two losses of attention must agree in float32: half dtypes round the probabilities of the matrices, by
+which so small a divergence moves by a tenth."""
 
 
 def run(
@@ -118,8 +102,7 @@ class Bench:
 
     def ids(self, tokens: int) -> Tensor:
         """A sequence of random tokens."""
-        vocabulary = self.student.config.get_text_config().vocab_size
-        return torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+        return random_ids(self.student, tokens)
 
     def call(self, name: str, ids: Tensor) -> float:
         """Runs a call, and returns its loss."""
@@ -159,8 +142,7 @@ class Bench:
         found = {}
         for name in (ATTENTION, MATERIALISED):
             found[name] = float((self.loss(name, ids) - self.loss(STUDENT, ids)).detach())
-        if not abs(found[ATTENTION] - found[MATERIALISED]) <= GATE * found[MATERIALISED]:
-            raise RedGateError(f"the losses at {GATE_TOKENS} tokens are {found}")
+        check_agreement(found, ATTENTION, MATERIALISED, GATE_TOKENS)
 
 
 def logits_kl(student: Tensor, teacher: Tensor) -> Tensor:

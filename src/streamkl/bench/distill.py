@@ -9,37 +9,21 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamkl.bench import baselines
-from streamkl.bench.gate import RedGateError
+from streamkl.bench.costs import Cost, check_agreement, random_ids
 from streamkl.bench.isolated import extra_bytes, peak_resident, start_counting
 from streamkl.bench.measure import alternate
 
 FORWARD, WITH_HEAD, STEP, MATERIALISED = "forward", "forward with logits", "step", "materialised"
 """The frozen model without its head, as training runs it; with its head; a whole step of forward, losses, backward and
 optimizer; the same step with the matrices of the loss in memory."""
-GATE_TOKENS, GATE = 512, 0.01
-"""The two losses must agree to a hundredth, bfloat16's rounding, or no figure is shown."""
-
-
-class Cost(NamedTuple):
-    """One call at one length.
-
-    Attributes:
-        tokens: The length.
-        call: One of the four.
-        seconds: The median of its repetitions.
-        extra_bytes: The memory that it added to its process at its peak.
-    """
-
-    tokens: int
-    call: str
-    seconds: float
-    extra_bytes: int
+GATE_TOKENS = 512
+"""Where the two losses must agree, but for bfloat16's rounding."""
 
 
 def run(
@@ -93,8 +77,7 @@ class Bench:
 
     def ids(self, tokens: int) -> Tensor:
         """A sequence of random tokens."""
-        vocabulary = self.backbone.config.get_text_config().vocab_size
-        return torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+        return random_ids(self.backbone, tokens)
 
     def ready(self, name: str) -> None:
         """Sets up the model for a call."""
@@ -124,8 +107,7 @@ class Bench:
             self.ready(name)
             with torch.no_grad():
                 found[name] = float(self.distiller(self.ids(GATE_TOKENS))["loss"])
-        if not abs(found[STEP] - found[MATERIALISED]) <= GATE * found[MATERIALISED]:
-            raise RedGateError(f"the losses at {GATE_TOKENS} tokens are {found}")
+        check_agreement(found, STEP, MATERIALISED, GATE_TOKENS)
 
 
 def materialised_kl(

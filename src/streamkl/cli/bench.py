@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -113,8 +114,9 @@ def distill(
     for cost in costs:
         beside = forward[cost.tokens]
         more = (cost.extra_bytes - beside.extra_bytes) / 1e6
+        times = cost.seconds / beside.seconds if cost.seconds and beside.seconds else math.nan
         table.add_row(
-            f"{cost.tokens:,}", cost.call, f"{cost.seconds:.2f}", f"{cost.seconds / beside.seconds:.2f}",
+            f"{cost.tokens:,}", cost.call, f"{cost.seconds:.2f}", f"{times:.2f}",
             f"{cost.extra_bytes / 1e6:,.0f}", "" if cost is beside else f"{more:,.0f}",
         )  # fmt: skip
     console.print(table)
