@@ -30,13 +30,12 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -53,6 +52,7 @@ from transformers import (
 )
 
 from streamkl.bench.machine import facts
+from streamkl.cache import locked
 from streamkl.distillation.packing import packed
 from streamkl.durable import replace_folder
 from streamkl.evaluation.statistics import crossed_mean
@@ -205,9 +205,6 @@ class Bench:
     batch: int
     dtype: str
 
-    def __post_init__(self) -> None:
-        self.scratch.mkdir(parents=True, exist_ok=True)
-
     def texts_of(self, trial: Trial) -> dict[str, Tensor]:
         """The sequences that a training is evaluated on."""
         return self.texts if trial.also or trial.loss == UNTRAINED else self.tuning
@@ -228,13 +225,13 @@ class Bench:
     @contextmanager
     def held(self, name: str, wait: bool = True) -> Iterator[bool]:
         """Whether this process alone has what has a name; another one that has it is waited for, or not."""
-        with (self.scratch / f"{name}.lock").open("w") as file:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                stack.enter_context(locked(self.scratch / f"{name}.lock", "" if wait else "another process has it"))
             except BlockingIOError:
                 yield False
-            else:
-                yield True  # closing the file lets go of it
+                return
+            yield True
 
     def run(self, trials: Iterable[Trial], *, dtypes: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         """The records of trainings, which run where there is none yet of this dtype or of one of `dtypes`.

@@ -47,8 +47,8 @@ def capture_attention(
 
     Raises:
         ValueError: There is no model of transformers, or it has no such layer, or its attention implementation has no
-            mask function. In a forward: the mask is not causal
-            attention within sequences, or the softmax has a soft cap, sinks or a bias.
+            mask function. In a forward: the mask is not causal attention within sequences, or the softmax has a soft
+            cap, sinks or a bias.
 
     Examples:
         >>> import torch

@@ -162,8 +162,9 @@ class DistillationStep:
                     f"layer {layer} of the student has no graph: run the student with gradients, before the teacher; "
                     "checkpointing must be non-reentrant (use_reentrant=False)"
                 )
-            student, teacher = self._captured[layer].call, _moved(attended.call, self._captured[layer].call.q.device)
-            if attended.indices is not None or self._captured[layer].indices is not None:
+            learner = self._captured[layer]  # which packs it
+            student, teacher = learner.call, _moved(attended.call, learner.call.q.device)
+            if attended.indices is not None or learner.indices is not None:
                 raise ValueError(
                     f"layer {layer} of the student, or {taught_by} of the teacher, attends to selected keys only: "
                     f"attention is distilled between models that attend to all"

@@ -33,8 +33,8 @@ class AttentionDistillation:
         kwargs: Of the trainer.
 
     Raises:
-        ValueError: The distiller's student or teacher is not the trainer's; in a step, ``logits_weight`` has no logits
-            of both models to compare.
+        ValueError: The distiller's student or teacher is not the trainer's; one process has several GPUs; in a step,
+            ``logits_weight`` has no logits of both models to compare.
 
     Examples:
         >>> from streamkl.integrations.transformers import AttentionDistillation
