@@ -56,7 +56,8 @@ ALLOWED = {
     "flops.py": {"streamkl.ops", "streamkl.problem"},
     "padding.py": set(),
     "autocasting.py": set(),
-    "validation.py": {"streamkl.autocasting", "streamkl.value_checks"},
+    "argument_checks.py": {"streamkl.autocasting"},
+    "validation.py": {"streamkl.argument_checks", "streamkl.value_checks"},
     "value_checks.py": set(),
     "problem.py": set(),
     "state.py": set(),
@@ -69,16 +70,18 @@ ALLOWED = {
     "sparse/__init__.py": {
         f"{SPARSE}.{name}" for name in ("arguments", "attention", "diagnostics", "scores", "selection", "selectors")
     },
-    "sparse/arguments.py": {"streamkl.api", "streamkl.problem", "streamkl.validation", "streamkl.value_checks"},
+    "sparse/arguments.py": {
+        *(f"streamkl.{name}" for name in ("api", "argument_checks", "problem", "validation", "value_checks")),
+    },
     "sparse/ops.py": {"streamkl.engines", "streamkl.ops", "streamkl.problem", "streamkl.value_checks"},
     "sparse/head_groups.py": set(),
     "sparse/attention.py": {
         SPARSE,
+        f"{SPARSE}.arguments",
         f"{SPARSE}.head_groups",
         "streamkl.api",
         "streamkl.dense_attention",
         "streamkl.reference",
-        "streamkl.validation",
     },
     "sparse/scores.py": {f"{SPARSE}.arguments", "streamkl.problem"},
     "sparse/selection.py": {SPARSE, f"{SPARSE}.arguments", f"{SPARSE}.head_groups"},

@@ -13,9 +13,18 @@ from torch import Tensor
 
 from streamkl import validation, value_checks
 from streamkl.api import attention_lse
+from streamkl.argument_checks import (
+    DTYPES,
+    Keys,
+    canonical_tensors,
+    check_choice,
+    check_pair,
+    check_scale,
+    is_int,
+    seen_keys,
+)
 from streamkl.problem import Support
 
-FLOATS = validation.DTYPES
 SelectionBackend = Literal["auto", "triton", "cpu", "tiled"]
 
 
@@ -31,6 +40,19 @@ class IndexTensors(NamedTuple):
     index_q: Tensor
     index_k: Tensor
     index_w: Tensor | None
+
+
+class SparseArguments(NamedTuple):
+    """The checked arguments of ``sparse_attention``: q, k, v ``[B, H, N, D]``, ``indices [B, query_blocks, K]``.
+
+    With a page table, k and v are ``[pages, Hkv, page_size, D]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    indices: Tensor
+    keys: Keys
 
 
 class AttentionArguments(NamedTuple):
@@ -54,6 +76,58 @@ class IndexArguments(NamedTuple):
     relu: bool
     support: Support
     packed: bool
+
+
+def sparse_attention_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    query_block: int,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    page_table: Tensor | None,
+    backend: str,
+) -> SparseArguments:
+    """Checks a call of ``sparse_attention``; packed tensors come back with a batch of 1."""
+    keys = seen_keys(causal, window, cu_seqlens_q, cu_seqlens_k)
+    axes = ("batch", "heads", "tokens")
+    if page_table is None:
+        q, k, v = canonical_tensors({"q": q, "k": k, "v": v}, keys)
+        check_pair("", q, k)
+    else:
+        q, k, v = _paged(q, k, v, page_table, keys)
+        axes = ("pages", "heads", "tokens per page")
+    if v.dtype != q.dtype:
+        raise ValueError(f"v must be of the dtype of q and k, {q.dtype}: got {v.dtype}")
+    for dim, axis in enumerate(axes):
+        if v.shape[dim] != k.shape[dim]:
+            raise ValueError(f"k and v must have the same {axis}: got {k.shape[dim]} and {v.shape[dim]}")
+    check_scale("scale", scale)
+    check_choice("backend", backend, validation.BACKENDS)
+    check_query_block(query_block)
+    if not isinstance(indices, Tensor):
+        raise ValueError(f"indices must be a tensor: got {type(indices).__name__}")
+    if indices.dim() != (2 if keys.packed else 3) or (not keys.packed and indices.shape[0] != q.shape[0]):
+        wanted = "[query_blocks, K] with cu_seqlens" if keys.packed else f"[{q.shape[0]}, query_blocks, K]"
+        raise ValueError(f"indices must be of shape {wanted}: got {list(indices.shape)}")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
+        raise ValueError(f"indices must be int32 or int64 on {q.device}: got {indices.dtype} on {indices.device}")
+    return SparseArguments(q, k, v, indices.unsqueeze(0) if keys.packed else indices, keys)
+
+
+def sink_rows(sink: Tensor, q: Tensor, packed: bool) -> Tensor:
+    """Checks sinks ``[H]`` and returns them as rows ``[B, H, Nq]``, packed ``[H, Tq]``, in the dtype of an LSE."""
+    canonical_tensors({"q": q}, Keys(None, None, None, None, packed))
+    is_sink = isinstance(sink, Tensor) and sink.shape == q.shape[1:2] and sink.is_floating_point()
+    if not is_sink or sink.device != q.device:
+        got = f"{sink.dtype} {list(sink.shape)} on {sink.device}" if isinstance(sink, Tensor) else type(sink).__name__
+        raise ValueError(f"sink must be a tensor of [{q.shape[1]}] logits, one per head, on {q.device}: got {got}")
+    rows = sink.to(torch.promote_types(q.dtype, torch.float32))[:, None]
+    return rows.expand(-1, q.shape[0]) if packed else rows.expand(q.shape[0], -1, q.shape[2])
 
 
 def attention_arguments(
@@ -134,7 +208,7 @@ def index_arguments(
     )
     if index_w is not None:
         wanted = [*index_q.shape[:2]] if packed else [index_q.shape[0], index_q.shape[2], index_q.shape[1]]
-        if list(index_w.shape) != wanted or index_w.dtype not in FLOATS or index_w.device != index_q.device:
+        if list(index_w.shape) != wanted or index_w.dtype not in DTYPES or index_w.device != index_q.device:
             raise ValueError(
                 f"index_w must be a floating-point tensor of shape {wanted} on {index_q.device}: "
                 f"got {list(index_w.shape)}, {index_w.dtype}, on {index_w.device}"
@@ -173,12 +247,47 @@ def check_count(topk: int) -> None:
         raise ValueError(f"topk must be a positive integer: got {topk!r}")
 
 
+def check_query_block(query_block: int) -> None:
+    """Checks how many queries share their top-k."""
+    if not is_int(query_block) or query_block < 1:
+        raise ValueError(f"query_block must be a positive integer: got {query_block!r}")
+
+
 def check_selection(topk: int, query_block: int, backend: str) -> None:
     """Checks the options of a selection."""
     check_count(topk)
-    validation.check_query_block(query_block)
+    check_query_block(query_block)
     if backend not in get_args(SelectionBackend):
         raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(SelectionBackend)))}: got {backend!r}")
+
+
+def _paged(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, keys: Keys) -> list[Tensor]:
+    """Checks keys and values in pages; returns ``q [1, H, Tq, D]``, ``k`` and ``v [pages, Hkv, page_size, D]``."""
+    if not keys.packed or keys.cu_seqlens_k is None:
+        raise ValueError("page_table needs packed queries: give cu_seqlens_q and cu_seqlens_k, too")
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
+        raise ValueError(
+            "sparse_attention has no gradients with a page_table: call it under torch.no_grad(), or without pages"
+        )
+    (q,) = canonical_tensors({"q": q}, keys)
+    pages = {
+        name: x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for name, x in (("k", k), ("v", v))
+    }
+    k, v = canonical_tensors(pages, keys._replace(packed=False), "[pages, page_size, heads, dim] with a page_table")
+    sequences = keys.cu_seqlens_k.shape[0] - 1
+    if not isinstance(page_table, Tensor) or page_table.dim() != 2 or page_table.shape[0] != sequences:
+        got = list(page_table.shape) if isinstance(page_table, Tensor) else type(page_table).__name__
+        raise ValueError(f"page_table must be of shape [{sequences}, pages], a row per sequence: got {got}")
+    if page_table.dtype not in (torch.int32, torch.int64) or page_table.device != q.device:
+        raise ValueError(
+            f"page_table must be int32 or int64 on {q.device}: got {page_table.dtype} on {page_table.device}"
+        )
+    if k.device != q.device:
+        raise ValueError(f"k must be on the device of q, {q.device}: got {k.device}")
+    if k.shape[2] == 0:
+        raise ValueError("a page of k must have at least one token: got none")
+    check_pair("", q, k, same_batch=False)
+    return [q, k, v]
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

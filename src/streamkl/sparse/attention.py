@@ -7,10 +7,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from streamkl import reference, validation
+from streamkl import reference
 from streamkl.api import Backend
 from streamkl.dense_attention import with_rest
 from streamkl.sparse import ops as _ops  # noqa: F401  # registers the operators
+from streamkl.sparse.arguments import sink_rows, sparse_attention_arguments
 from streamkl.sparse.head_groups import HeadGroups
 
 
@@ -148,7 +149,7 @@ def sparse_attention(
         torch.Size([64, 4, 32])
     """
     packed = cu_seqlens_q is not None
-    rest = None if sink is None else validation.sink_rows(sink, q, packed)
+    rest = None if sink is None else sink_rows(sink, q, packed)
     options = {"query_block": query_block, "scale": scale, "causal": causal, "window": window, "backend": backend}
     if isinstance(indices, Tensor) and indices.dim() == (3 if packed else 4):
         if page_table is not None:
@@ -179,7 +180,7 @@ def _attended(
 
     ``rest [B, H, Nq]``, packed ``[H, Tq]``, is the log-sum-exp of what else the softmax covers.
     """
-    arguments = validation.sparse_attention_arguments(
+    arguments = sparse_attention_arguments(
         q, k, v, indices, query_block, scale, causal, window, cu_seqlens_q, cu_seqlens_k, page_table, backend
     )
     if backend == "reference":
