@@ -282,7 +282,7 @@ class Bench:
 
     def adapt(self, steps: int, texts: Tensor) -> None:
         """Trains the model on texts by the language-model loss, once; from there on that is the model."""
-        folder = self.scratch / f"adapted-{self.data['adapted']}"
+        folder = self.scratch / f"adapted-{self.data['model']}-{self.data['adapted']}-{self.dtype}"
         with self.held("adapting"):
             if not folder.exists():
                 print(f"the model learns text of the old kind, {steps} steps", flush=True)
@@ -448,6 +448,14 @@ def _change(ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> str
     return f"{value:+.1f}% [{low:+.1f}, {high:+.1f}]"
 
 
+def name_of(folder: Path) -> str:
+    """Of a model: that of its folder, and a digest of its weights, by which models of one name are told apart."""
+    weights = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        weights.update(path.read_bytes())
+    return f"{folder.name}-{weights.hexdigest()[:8]}"
+
+
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """The defaults of options, and the description as it is written."""
 
@@ -500,7 +508,7 @@ def main(arguments: list[str] | None = None) -> None:
                     parser.error(f"the {name} text has {len(ids)} sequences: more text, or fewer --sequences")
                 texts[name] = rest[torch.linspace(0, len(rest) - 1, given.sequences).long()]  # of all of the text
         names = {what: [Path(name).name for name in getattr(given, what)] for what in ("text", "held_out", "old")}
-        data = {"model": Path(given.model).name, **names, "tokens": given.tokens, "batch": given.batch}
+        data = {"model": name_of(Path(given.model)), **names, "tokens": given.tokens, "batch": given.batch}
         train = sequences(given.text, 4 * given.steps * given.batch)
         given.output.parent.mkdir(parents=True, exist_ok=True)
         scratch = given.output.with_suffix(".scratch")

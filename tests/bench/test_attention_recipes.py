@@ -80,6 +80,13 @@ def test_two_layers_of_three_are_kept_with_the_first_and_the_last(recipes, model
     assert dropped.config.num_hidden_layers == len(past) == 2
 
 
+def test_models_of_one_name_are_told_apart_by_their_weights(recipes, tiny, tmp_path) -> None:
+    names = [recipes.name_of(tiny.llama(tmp_path / part / "final", **options))
+             for part, options in (("a", {}), ("b", {"num_hidden_layers": 3}), ("c", {}))]  # fmt: skip
+    assert names[0] == names[2] != names[1]
+    assert all(name.startswith("final-") for name in names)
+
+
 @pytest.mark.slow
 def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(recipes, "RATES", (1e-3, 1e-2))
@@ -102,7 +109,7 @@ def test_a_recipe_is_tuned_compared_and_resumed(recipes, tiny, tmp_path, monkeyp
     assert all(len(e["losses"]["old"]) == 4 for record in final for e in record["evaluations"].values())
     table = capsys.readouterr().out
     assert all(
-        f"continual, llama, float32, {name} text, equal {when}" in table
+        f"continual, {recipes.name_of(tmp_path / 'llama')}, float32, {name} text, equal {when}" in table
         for name in ("held-out", "old")
         for when in ("steps", "time")
     )

@@ -98,22 +98,67 @@ def test_packed_sequences_are_captured_apart_without_a_cache_and_as_one_with_it(
     assert list(captured) == [1]
 
 
-@torch.no_grad()
-def test_sequences_that_flash_attention_is_given_are_captured_apart(monkeypatch) -> None:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+@pytest.fixture
+def flash(monkeypatch) -> str:
+    """The name of an implementation that is called as flash attention is, and has its masks."""
     from transformers.masking_utils import flash_attention_mask
 
     for interface, function in (
         (AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, flash_attention_mask),
     ):  # fmt: skip
         monkeypatch.setitem(interface._global_mapping, "a_flash_attention", function)
-    model, ids = tiny_model("llama"), tokens(1, 9)
-    model.config._attn_implementation = "a_flash_attention"
+    return "a_flash_attention"
+
+
+ENDS = torch.tensor([0, 4, 9], dtype=torch.int32)
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rows", "given", "apart"),
+    [
+        (1, {}, False),
+        (1, {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": 5, "max_length_k": 5}, True),
+        (1, {"cu_seq_lens_q": ENDS}, False),
+        (1, {"position_ids": POSITIONS}, True),
+        (1, {"position_ids": POSITIONS, "use_cache": True}, True),
+        (1, {"position_ids": POSITIONS, "attention_mask": torch.ones_like(POSITIONS)}, True),
+        (1, {"position_ids": torch.arange(3, 12)[None]}, False),
+        (2, {"position_ids": POSITIONS.expand(2, -1)}, False),
+    ],
+    ids=["whole", "varlen", "one argument of four", "positions", "with a cache", "mask of ones", "shifted", "two rows"],
+)  # fmt: skip
+def test_sequences_are_apart_where_flash_attention_takes_them_apart(flash, rows, given, apart) -> None:
+    """As ``transformers.modeling_flash_attention_utils`` decides, which is not how masks are made."""
+    model = tiny_model("llama")
+    model.config._attn_implementation = flash
     with capture_attention(model) as captured:
-        model(ids, cu_seq_lens_q=torch.tensor([0, 4, 9], dtype=torch.int32), use_cache=False)
-        assert captured[1].call.cu_seqlens_q.tolist() == [0, 4, 9]
-        model(ids, use_cache=False)
-        assert captured[1].call.cu_seqlens_q is None
+        model(tokens(rows, 9), **{"use_cache": False, **given})
+    ends = captured[1].call.cu_seqlens_q
+    assert (ends is not None) == apart
+    assert ends is None or ends.tolist() == [0, 4, 9]
+
+
+@torch.no_grad()
+def test_a_model_that_selects_keys_is_refused_in_flash_attention_and_where_it_is_compiled(flash) -> None:
+    """Its indexer changes the mask, or is handed on in an argument."""
+    model, ids = tiny_model("deepseek_v32"), tokens(1, TOKENS)
+    assert model.config.index_topk < TOKENS
+    model.set_attn_implementation("sdpa")
+    torch._dynamo.reset()
+    with capture_attention(model) as captured:
+        torch.compile(model, backend="eager")(ids, use_cache=False)
+        with pytest.raises(ValueError, match="this model's mask has been replaced by a layer's own"):
+            captured[0]
+    module, q = model.model.layers[0].self_attn, torch.randn(1, 4, TOKENS, 8)
+    for argument in ("indices", "block_indices"):
+        model.config._attn_implementation = flash
+        with (
+            capture_attention(model),
+            pytest.raises(ValueError, match="layer 0 attends to the keys that its own indexer selects"),
+        ):
+            AttentionInterface._global_mapping[flash](module, q, q, q, None, **{argument: ids})
 
 
 @torch.no_grad()

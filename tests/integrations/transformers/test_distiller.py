@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import streamkl.integrations.transformers as skl
-from streamkl.integrations.transformers import AttentionDistiller, DistillationStep
+from streamkl.integrations.transformers import AttentionDistiller, DistillationStep, capture_attention
 from streamkl.integrations.transformers.checkpointing import checkpoint_activations
 from streamkl.sparse import OracleSelector
 from streamkl.testing.materialised import materialised_losses
@@ -182,6 +182,36 @@ def test_a_teacher_left_in_training_mode_is_in_evaluation_mode_in_a_step_and_has
     assert all(p.grad is None for p in teacher.parameters())
 
 
+def test_a_student_with_adapters_learns_as_it_does_whole() -> None:
+    """LoRA of q and k, whose gradients are those of the matrices."""
+    from peft import LoraConfig, get_peft_model
+
+    student, teacher = models(torch.float64)
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    adapted = get_peft_model(student, config).double()
+    check(AttentionDistiller(adapted, teacher), batches()["padded left"])
+
+
+def test_a_teacher_in_bfloat16_teaches_a_student_in_float32() -> None:
+    student, teacher = models(torch.float32, **EQUAL)
+    distiller, batch = AttentionDistiller(student, teacher.bfloat16(), layers={1: 3}), batches()["plain"]
+    with capture_attention(teacher, [3]) as taught, capture_attention(student, [1]) as learnt, distiller.step() as step:
+        student(**batch, use_cache=False)
+        step.teach(**batch)
+    assert (taught[3].call.q.dtype, learnt[1].call.q.dtype) == (torch.bfloat16, torch.float32)
+    p, q = (
+        ((call.q.double() @ call.k.double().repeat_interleave(2, 1).mT) * call.scale)
+        .masked_fill(torch.ones(TOKENS, TOKENS).triu(1) > 0, -torch.inf)
+        .log_softmax(-1)
+        for call in (taught[3].call, learnt[1].call)
+    )
+    wanted = (p.exp() * (p - q)).nan_to_num().sum(-1).mean()
+    torch.testing.assert_close(step.losses[1].double(), wanted, rtol=1e-4, atol=0)
+    step.loss().backward()
+    assert student.model.layers[1].self_attn.q_proj.weight.grad.any()
+
+
 def one_step(
     distiller: AttentionDistiller, batch: dict[str, torch.Tensor], use_cache: bool = False
 ) -> DistillationStep:
@@ -203,6 +233,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence() -> None:
             ValueError, match=rf"no attention in layers \[.*{layer}.*\]: they are numbers, of \[0, 1, 2"
         ):
             AttentionDistiller(student, teacher, layers={0: layer})
+    parallel = copy.deepcopy(teacher)
+    parallel._tp_size = 2
+    with pytest.raises(ValueError, match="the teacher is tensor parallel, and a process has some of its heads only"):
+        AttentionDistiller(student, parallel)
     with pytest.raises(ValueError, match="weight must not be negative: got -1"):
         AttentionDistiller(student, teacher, weight=-1.0)
     with pytest.raises(ValueError, match="models of transformers: got str"):

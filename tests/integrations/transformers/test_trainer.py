@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +252,52 @@ def test_so_is_one_of_a_trainer_that_compiles(checkpointing, tmp_path) -> None:
         distiller=AttentionDistiller(student, teacher),
     )  # fmt: skip
     check(trainer, after, {name: losses[name] for name in ("attention_kl", "lm_loss")})
+
+
+def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(tmp_path) -> None:
+    ends = []
+    for stops in ([2], [1, 2]):
+        for last in stops:
+            student, teacher = models()
+            options = {"max_steps": last, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+            trainer = DistillingTrainer(
+                student, TrainingArguments(**arguments(tmp_path / f"{len(stops)}", 2, 1, **options)),
+                train_dataset=samples(), distiller=AttentionDistiller(student, teacher),
+            )  # fmt: skip
+            trainer.train(resume_from_checkpoint=last > stops[0])
+        ends.append([p.detach().clone() for p in student.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_teacher_runs_under_the_autocast_of_the_trainer(tmp_path) -> None:
+    student, teacher = models()
+    dtypes = []
+    teacher.lm_head.register_forward_hook(lambda module, given, made: dtypes.append(made.dtype))
+    trainer = DistillingTrainer(
+        student, TrainingArguments(**arguments(tmp_path, 2, 2, bf16=True)), train_dataset=samples(),
+        distiller=AttentionDistiller(student, teacher), logits_weight=1.0,
+    )  # fmt: skip
+    trainer.train()
+    assert dtypes == [torch.bfloat16] * 2
+    assert all(math.isfinite(trainer.state.log_history[0][name]) for name in ("lm_loss", "attention_kl", "logits_kl"))
+
+
+@pytest.mark.parametrize("dimension", ["cp", "sp"])
+def test_a_sequence_over_several_processes_is_refused(dimension, monkeypatch, tmp_path) -> None:
+    student, teacher = models()
+    enabled = SimpleNamespace(**{f"{name}_enabled": name == dimension for name in ("cp", "sp")})
+    given = TrainingArguments(**arguments(tmp_path, 2, 2))
+
+    class ParallelTrainer(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            monkeypatch.setattr(type(self.accelerator), "parallelism_config", enabled, raising=False)
+
+    class DistillingParallelTrainer(AttentionDistillation, ParallelTrainer):
+        pass
+
+    with pytest.raises(ValueError, match="train without context and sequence parallelism"):
+        DistillingParallelTrainer(student, given, distiller=AttentionDistiller(student, teacher))
 
 
 def test_replicas_on_several_gpus_in_one_process_are_refused(tmp_path) -> None:

@@ -43,7 +43,8 @@ class AttentionDistiller:
         temperature: Divides the logits of both; the loss is not multiplied by its square.
 
     Raises:
-        ValueError: Layers cannot be paired as asked; in a step, heads or sequences do not fit, or there is no graph.
+        ValueError: Layers cannot be paired as asked; a model is tensor parallel; in a step, heads or sequences do not
+            fit, or there is no graph.
 
     Examples:
         >>> import torch
@@ -76,6 +77,11 @@ class AttentionDistiller:
     ) -> None:
         if decoder_of(student) is decoder_of(teacher):
             raise ValueError("student and teacher are one model: copy it, with copy.deepcopy, before it is trained")
+        for what, model in (("student", student), ("teacher", teacher)):
+            if any((getattr(part, "tp_size", None) or 1) > 1 for part in model.modules()):
+                raise ValueError(
+                    f"the {what} is tensor parallel, and a process has some of its heads only: use DDP or FSDP2"
+                )
         if not temperature > 0:
             raise ValueError(f"temperature must be positive: got {temperature}")
         if divergence not in ("forward", "reverse"):

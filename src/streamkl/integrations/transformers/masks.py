@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from transformers.masking_utils import (
 )
 
 from streamkl.integrations.transformers.layout import Layout
+
+VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""The arguments by which flash attention is told where packed sequences are: all of them."""
 
 
 class Mask:
@@ -103,7 +106,8 @@ class Sequences:
         keys: Keys in each.
         padding: ``[B, Nk]`` of bool, False for padding; ``None`` for none.
         starts: ``[B, Nq]`` of bool, True where a query is the first of a packed sequence; ``None`` if none is.
-        wrong: ``[2]`` of bool: whether a query sees too few keys, and whether one sees too many.
+        wrong: ``[3]`` of bool: whether a query sees too few keys, whether one sees too many, and whether a layer
+            attends with another mask; ``None`` if none is.
         window: How many keys a query sees, its own included; ``None`` for all before it.
     """
 
@@ -154,20 +158,34 @@ class Sequences:
         after = (row + 1).clamp(max=q_length - 1 + int(q_offset))
         few = ~(ask(row) & ask(start)).all()
         many = (ask(after) & (after > row)).any() | (ask((start - 1).clamp(min=first)) & (start > first)).any()
-        return cls(batch_size, q_length, keys, padding, starts, torch.stack((few, many)), local_size)
+        wrong = torch.stack((few, many, torch.zeros_like(few)))
+        return cls(batch_size, q_length, keys, padding, starts, wrong, local_size)
 
-    def split(self, cu_seqlens: Tensor | None) -> Sequences:
-        """The same with the packed sequences that flash attention is given for a row without padding.
+    def of_flash(self, arguments: Mapping[str, Any]) -> Sequences:
+        """The same with the packed sequences that flash attention takes from its own arguments, without a mask.
 
         Args:
-            cu_seqlens: ``[sequences + 1]``: where the sequences of the row start, and the end; ``None`` for none.
+            arguments: Of the attention function. All of `VARLEN` say where sequences start; otherwise the
+                ``position_ids`` of a batch of one row, with a cache, too. A larger batch is not packed.
         """
-        if cu_seqlens is None or self.padding is not None:
-            return self
-        starts = torch.zeros(1, self.rows + 1, dtype=torch.bool, device=cu_seqlens.device)
-        starts = starts.index_fill(1, cu_seqlens.long(), True)[:, :-1]
-        starts = starts & (torch.arange(self.rows, device=starts.device) > 0)
+        positions, starts = arguments.get("position_ids"), None
+        if all(arguments.get(name) is not None for name in VARLEN):
+            ends = arguments["cu_seq_lens_q"].long()
+            starts = torch.zeros(self.batch * self.rows + 1, dtype=torch.bool, device=ends.device)
+            starts = starts.index_fill(0, ends, True)[:-1].unflatten(0, (self.batch, self.rows))
+        elif self.batch == 1 and positions is not None and self.rows > 1:
+            first = positions.min()
+            packed = (positions != first + torch.arange(self.rows, device=positions.device)).any()
+            starts = (positions == first) & packed
+        if starts is not None:
+            starts = starts & (torch.arange(self.rows, device=starts.device) > 0)
         return Sequences(self.batch, self.rows, self.keys, None, starts, self.wrong, self.window)
+
+    def unless(self, other: Tensor) -> Sequences:
+        """The same, refused where its layout is read if ``other``, a scalar of bool, says that the mask is another."""
+        none = torch.zeros(3, dtype=torch.bool, device=other.device)
+        wrong = torch.stack([*(none if self.wrong is None else self.wrong)[:2].to(other.device), other])
+        return Sequences(self.batch, self.rows, self.keys, self.padding, self.starts, wrong, self.window)
 
     def layout(self, device: torch.device) -> Layout:
         """The layout as packed sequences.
@@ -176,11 +194,13 @@ class Sequences:
             ValueError: The mask is not causal attention within sequences.
         """
         if device not in self._layouts:
-            few, many = (False, False) if self.wrong is None else self.wrong.tolist()
+            few, many, other = (False,) * 3 if self.wrong is None else self.wrong.tolist()
             if few:
                 raise _not_causal("a query that does not see its own key, or not the first of its sequence")
             if many:
                 raise _not_causal("a query that sees a key after it, or of another sequence")
+            if other:
+                raise _not_causal("been replaced by a layer's own")
             padding = None if self.padding is None or bool(self.padding.all()) else self.padding
             starts = None if self.starts is None or not bool(self.starts.any()) else self.starts
             self._layouts[device] = Layout.of(self.batch, self.rows, self.keys, padding, starts).to(device)

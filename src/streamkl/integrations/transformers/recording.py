@@ -140,12 +140,14 @@ class Capture(Mapping[int, Attended]):
         Raises:
             ValueError: It is another mask than those that the model made.
         """
-        found = [sequences for made, sequences in self._masks if _same(made, mask)]
-        for sequences in found:
-            if sequences.window == window:
-                return sequences
+        found = [kept for kept in self._masks if kept[0] is mask] or [
+            kept for kept in self._masks if _alike(kept[0], mask)
+        ]
         if found:
-            return found[0]
+            made, sequences = next((kept for kept in found if kept[1].window == window), found[0])
+            if made is not mask and torch.compiler.is_compiling():
+                return sequences.unless(((made == 0) != (mask == 0)).any())  # what is read later
+            return sequences
         if mask is None and query.shape[2] == key.shape[2]:
             return Sequences(query.shape[0], query.shape[2], key.shape[2])
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -204,10 +206,8 @@ def _rows(lse: Tensor | None, layout: Layout) -> Tensor | None:
     return layout.queries(lse.unsqueeze(-1)).squeeze(-1).transpose(0, 1)
 
 
-def _same(made: Any, mask: Any) -> bool:
-    """Whether a mask is the one that was made, or that in another dtype."""
-    if made is mask or not isinstance(made, Tensor) or not isinstance(mask, Tensor):
-        return made is mask
-    if torch.compiler.is_compiling():
-        return made.shape == mask.shape and made.dtype == mask.dtype
-    return made.shape == mask.shape and torch.equal(made == 0, mask.to(made.device) == 0)
+def _alike(made: Any, mask: Any) -> bool:
+    """Whether a mask is a copy of the one that was made, maybe in another dtype; while compiling, whether it may be."""
+    if not isinstance(made, Tensor) or not isinstance(mask, Tensor) or made.shape != mask.shape:
+        return False
+    return torch.compiler.is_compiling() or torch.equal(made == 0, mask.to(made.device) == 0)

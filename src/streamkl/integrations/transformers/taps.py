@@ -28,6 +28,9 @@ _TAPS: dict[tuple[str, Any], tuple[Callable, Callable]] = {}
 a model again for new ones."""
 _BEFORE: dict[str, tuple[Callable | None, Callable]] = {}
 _FLAGS: list[bool] = []
+MASKED, SELECTED = ("eager", "sdpa"), ("indices", "block_indices")
+"""Implementations that learn from the mask what an indexer of the model's own selects, and by which arguments others
+do."""
 CHECKPOINTED = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 """Lets ``torch.compile`` hand q and k out of a checkpointed layer; its repetition in the backward records nothing."""
 
@@ -102,11 +105,15 @@ def _attention(name: str, function: Callable | None) -> Callable:
         if not captures:
             return attention(module, query, key, value, attention_mask, *args, **kwargs)
         refuse(module, kwargs, "a capture")
+        if name not in MASKED and any(kwargs.get(argument) is not None for argument in SELECTED):
+            raise ValueError(
+                f"layer {captures[0][1]} attends to the keys that its own indexer selects, and is captured only where "
+                f"it attends to all"
+            )
         window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
-        named = kwargs.get("cu_seq_lens_q") if "flash" in name else None  # other implementations do not read it
-        found = [
-            (c, layer, c.sequences_of(attention_mask, window, layer, query, key).split(named)) for c, layer in captures
-        ]
+        found = [(c, layer, c.sequences_of(attention_mask, window, layer, query, key)) for c, layer in captures]
+        if "flash" in name and attention_mask is None:
+            found = [(c, layer, sequences.of_flash(kwargs)) for c, layer, sequences in found]
         scale, lse, output = kwargs.get("scaling"), None, None
         wanted = name == "sdpa" and any(c.lse for c, _ in captures) and not torch.is_grad_enabled()
         if wanted and not kwargs.get("dropout") and _plain(found[0][2], query, key):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ class AttentionDistillation:
         kwargs: Of the trainer.
 
     Raises:
-        ValueError: The distiller's student or teacher is not the trainer's; one process has several GPUs; in a step,
-            ``logits_weight`` has no logits of both models to compare.
+        ValueError: The distiller's student or teacher is not the trainer's; one process has several GPUs; several
+            processes share a sequence; in a step, ``logits_weight`` has no logits of both models to compare.
 
     Examples:
         >>> from streamkl.integrations.transformers import AttentionDistillation
@@ -66,6 +66,11 @@ class AttentionDistillation:
                 f"one process with {trainer.args.n_gpu} GPUs would run replicas of the model, whose attention is not "
                 f"captured: start one process per GPU, with torchrun or accelerate"
             )
+        parallel = getattr(trainer.accelerator, "parallelism_config", None)
+        if any(getattr(parallel, f"{name}_enabled", False) for name in ("cp", "sp")):
+            raise ValueError(
+                "attention is distilled over whole sequences: train without context and sequence parallelism"
+            )
         if not hasattr(distiller.teacher, "hf_device_map"):
             distiller.teacher.to(trainer.args.device)
 
@@ -73,9 +78,9 @@ class AttentionDistillation:
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The sum of the losses; the trainer's own where there are no gradients."""
-        trainer: Any = super()
+        trainer, parent = cast(Any, self), cast(Any, super())
         if not torch.is_grad_enabled():
-            return trainer.compute_loss(
+            return parent.compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         # Without a cache: transformers reads position_ids as packing only then.
@@ -83,17 +88,18 @@ class AttentionDistillation:
         given, teacher = dict(inputs), None
         wanted = return_outputs or self.logits_weight != 0  # SFTTrainer runs the model again for them
         with self.distiller.step() as step:
-            own = trainer.compute_loss(model, inputs, return_outputs=wanted, num_items_in_batch=num_items_in_batch)
+            own = parent.compute_loss(model, inputs, return_outputs=wanted, num_items_in_batch=num_items_in_batch)
             own, outputs = own if wanted else (own, None)
             if not step.losses:  # a trainer of TRL may have run the teacher itself
-                teacher = step.teach(logits=bool(self.logits_weight), **given)
+                with trainer.accelerator.autocast():  # as the student runs; the model of a trainer does so itself
+                    teacher = step.teach(logits=bool(self.logits_weight), **given)
         steps = self._steps_to_divide_by(num_items_in_batch)
         attention = step.loss()
         parts = {"lm_loss": own * steps, "attention_kl": step.mean()}
-        loss = self.lm_weight * own + attention / steps
+        loss = self.lm_weight * own + attention.to(own.device) / steps
         if self.logits_weight:
             parts["logits_kl"] = _logits_kl(outputs, teacher, given)
-            loss = loss + self.logits_weight * parts["logits_kl"] / steps
+            loss = loss + self.logits_weight * parts["logits_kl"].to(own.device) / steps
         self._keep(parts, step)
         return (loss, outputs) if return_outputs else loss
 
@@ -116,8 +122,9 @@ class AttentionDistillation:
         """Adds the means of the losses since the last time, over all processes."""
         trainer: Any = self
         if "loss" in logs and self._parts:
-            means = torch.stack([torch.as_tensor(total / count) for total, count in self._parts.values()])
-            means = trainer.accelerator.reduce(means.to(trainer.args.device), "mean")
+            device = trainer.args.device
+            means = torch.stack([torch.as_tensor(total / count).to(device) for total, count in self._parts.values()])
+            means = trainer.accelerator.reduce(means, "mean")
             logs.update(zip(self._parts, means.tolist(), strict=True))
             self._parts = {}
         parent: Any = super()
@@ -139,6 +146,7 @@ def _logits_kl(student: Any, teacher: Any, inputs: dict[str, Any]) -> Tensor:
             f"logits_weight compares logits over one vocabulary: the student's are {list(ours.shape)}, the teacher's "
             f"{list(theirs.shape)}"
         )
+    theirs = theirs.to(ours.device)
     counted = inputs["labels"] != -100 if inputs.get("labels") is not None else inputs.get("attention_mask")
     log_p, log_q = (_log_softmax(x[:, :-1]) for x in (theirs, ours))
     rows = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
