@@ -28,6 +28,18 @@ def case_of(dtype: torch.dtype, indices: Tensor, query_block: int = 1, **mask) -
     return SparseCase(0, q, k, v, (q, k[:, 0], None), indices, query_block, SELECTED, None, masks, None)
 
 
+def case_of_several_tiles(dtype: torch.dtype, group: int, queries: int, keys: int) -> SparseCase:
+    """Each query selects 300 keys, and a tile has 256; logits rise far along the keys."""
+    rng = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(1, 2, keys, 64, generator=rng) for _ in range(2))
+    q = torch.randn(1, 2 * group, queries, 64, generator=rng)
+    k = k * torch.linspace(1.0, 12.0, keys)[:, None]
+    indices = torch.rand(queries, keys, generator=rng).argsort(-1)[:, :300]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    masks = {**dict.fromkeys(MASK), "causal": False}
+    return SparseCase(0, q, k, v, (q, k[:, 0], None), indices[None].int(), 1, 300, None, masks, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("query_block", [1, 3, 16])
@@ -42,17 +54,19 @@ def test_neighbours_with_and_without_keys_in_common(dtype, query_block, mask, ap
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group", [1, 3])
 def test_unions_of_more_than_a_tile(dtype, group) -> None:
-    """Of 256 keys. Some queries have none of their keys in the first tiles, and logits rise far along the keys."""
-    rng, tokens = torch.Generator().manual_seed(2), 700
-    k, v = (torch.randn(1, 2, tokens, 64, generator=rng) for _ in range(2))
-    q = torch.randn(1, 2 * group, tokens, 64, generator=rng)
-    k = k * torch.linspace(1.0, 12.0, tokens)[:, None]
-    indices = torch.rand(tokens, tokens, generator=rng).argsort(-1)[:, :300]
-    indices[::5] = torch.where(indices[::5] < 550, -1, indices[::5])
-    q, k, v = (x.to(dtype) for x in (q, k, v))
-    masks = {**dict.fromkeys(MASK), "causal": False}
-    case = SparseCase(0, q, k, v, (q, k[:, 0], None), indices[None].int(), 1, 300, None, masks, None)
+    """Some queries have none of their keys in the first tiles."""
+    case = case_of_several_tiles(dtype, group, queries=700, keys=700)
+    case.indices[:, ::5] = torch.where(case.indices[:, ::5] < 550, -1, case.indices[:, ::5])
     errors = check_sparse_attention(case, backend="cpu")
+    assert errors.worst <= 1, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+def test_single_rows_of_more_than_a_tile(dtype, group) -> None:
+    """Without gradients, queries that share few keys, which float products then take one by one."""
+    case = case_of_several_tiles(dtype, group, queries=16, keys=3000)
+    errors = check_sparse_attention(case, backend="cpu", gradients=False)
     assert errors.worst <= 1, errors
 
 

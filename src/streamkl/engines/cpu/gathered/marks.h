@@ -44,8 +44,8 @@ struct SelectedRow {
 
 inline bool is_key(int64_t key, int64_t nk) { return key >= 0 && key < nk; }
 
-// Marks the keys of a row; returns whether it keeps the rule of validation.check_topk: keys from 0 to nk - 1, or -1 for
-// none, and no key twice.
+// Marks the keys of a row; returns whether it keeps the rule of value_checks.check_topk: keys from 0 to nk - 1, or -1
+// for none, and no key twice.
 template <typename T>
 bool mark_row(const SelectedRow<T>& row, int64_t nk, Marks& marks) {
   bool good = true;

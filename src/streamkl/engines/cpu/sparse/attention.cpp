@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kTile = 256;                 // selected keys of a tile
 static_assert(kTile < kLate);                  // so that m moves once per tile, as rows.h says
-constexpr int64_t kTileStride = kTile + kLanes;  // powers of two would share too few cache sets
+constexpr int64_t kTileStride = kTile + kLanes;  // as right_stride() gives it
 constexpr int64_t kTileStep = 64;              // keys are padded to whole steps, so that products have few shapes
 constexpr int64_t kPiece = 128;                // keys whose values float products add up at once
 constexpr int64_t kValuesAhead = 8;            // values that are fetched ahead where they are read where they lie
@@ -42,7 +42,7 @@ struct Softmax {
     };
     int64_t j = first;
     if (run.own != nullptr) {
-      for (; j < run.end; j += kLanes) visit(j, Bits{run.own[j / kLanes]});
+      for (; j < run.end; j += kLanes) visit(j, LaneBits{run.own[j / kLanes]});
       return;
     }
     if (j < full) masked(j), j = full;
@@ -111,7 +111,7 @@ class Attention {
       const LogSumExpRows& stats, double scale, const Window& window)
       : q_(q.const_data_ptr<T>()), out_(out.data_ptr<T>()), rest_(rest.numel() > 0 ? rest.data_ptr<T>() : nullptr), stats_(stats), q_strides_(q), heads_(q.size(1)), nq_(q.size(2)),
         group_(q.size(1) / k.size(1)), k_(k, page_table), v_(v, page_table), softmax_(scale), window_(window),
-        k_tile_(k_.width * kTileStride), v_tile_(kTile * (v_.width + kLanes)), x_(kRows * kTile) {}
+        k_tile_(k_.width * kTileStride), v_tile_(kTile * right_stride(v_.width)), x_(kRows * kTile) {}
 
   void attend(const UnionRows& union_rows, int64_t kv) {
     const auto& block = union_rows.rows;
@@ -129,7 +129,7 @@ class Attention {
     for (int64_t j0 = 0; j0 < selected.count; j0 += kTile) {
       const int64_t count = std::min(kTile, selected.count - j0), padded = round_up(count, kTileStep);
       k_.columns(selected.keys + j0, count, padded, k_tile_.data(), kTileStride);
-      v_.rows(selected.keys + j0, count, padded, v_tile_.data(), width + kLanes);
+      v_.rows(selected.keys + j0, count, padded, v_tile_.data(), right_stride(width));
       const int64_t next = j0 + kTile, ahead = std::max<int64_t>(0, std::min(kTile, selected.count - next));
       for (int64_t i0 = 0; i0 < rows; i0 += kRows) {
         const int64_t i1 = std::min(i0 + kRows, rows);
@@ -271,7 +271,7 @@ class Attention {
 
   // y += p v.
   void add_values(int64_t rows, int64_t keys, const P* p, float* y) {
-    const int64_t stride = v_.width + kLanes;
+    const int64_t stride = right_stride(v_.width);
     if constexpr (kVnni) {
       at::native::cpublas::brgemm(rows, v_.width, keys, kTileStride, stride, v_.width, true, p, v_tile_.data(), y, true);
     } else {

@@ -7,6 +7,8 @@
 
 namespace streamkl::cpu {
 
+constexpr int64_t kCopiesAhead = 8;  // tokens that are fetched before they are copied
+
 // T is the tensor's dtype, P what products are made of, as in tile.cpp.
 template <typename T, typename P>
 class Gathered {
@@ -68,6 +70,7 @@ class Gathered {
           continue;
         }
       }
+      if (j + kCopiesAhead < count) fetch_token(tokens[j + kCopiesAhead]);
       Packing<T, P>(dim).copy_row(from, strides_.dim, to + j * width);
       found[j] = to + j * width;
     }

@@ -86,7 +86,7 @@ class SortedTopk {
     return rise ? count : -1;
   }
 
-  // Raises with the messages of validation.check_topk.
+  // Raises with the messages of value_checks.check_topk.
   static void refuse(const SelectedRow<int32_t>& row, int64_t nk) {
     Marks marks(nk);
     int64_t twice = -1;

@@ -11,6 +11,13 @@ namespace streamkl::cpu {
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// How far apart the rows of a right operand are, for a width in whole lanes. A power of two apart, they would share too
+// few cache sets.
+inline int64_t right_stride(int64_t width) {
+  const int64_t stride = width + kLanes;
+  return (stride & (stride - 1)) != 0 ? stride : stride + kLanes;
+}
+
 struct Strides {
   int64_t batch, head, token, dim;
   explicit Strides(const at::Tensor& x) : batch(x.stride(0)), head(x.stride(1)), token(x.stride(2)), dim(x.stride(3)) {}
@@ -28,8 +35,8 @@ struct Packing {
   explicit Packing(int64_t dim)
       : dim(dim), padded_dim(round_up(dim, kLanes)), inner(round_up(dim, kPair)), width(round_up(dim, kLanes * kPair)) {}
 
-  // How far apart the rows of pairs() are: right operands are not a power of two apart.
-  int64_t pairs_stride() const { return padded_dim + kLanes; }
+  // How far apart the rows of pairs() are.
+  int64_t pairs_stride() const { return right_stride(padded_dim); }
 
   // One row, and zeros after it up to the width.
   STREAMKL_INLINE void copy_row(const T* from, int64_t stride, P* to) const {

@@ -54,10 +54,10 @@ struct All {};
 STREAMKL_INLINE Lanes select(All, Lanes a, Lanes) { return a; }
 
 // A mask of a bit per lane.
-struct Bits {
+struct LaneBits {
   uint16_t bits;
 };
-STREAMKL_INLINE Lanes select(Bits mask, Lanes a, Lanes b) {
+STREAMKL_INLINE Lanes select(LaneBits mask, Lanes a, Lanes b) {
 #ifdef __AVX512F__
   return (Lanes)_mm512_mask_blend_ps(mask.bits, (__m512)b, (__m512)a);
 #else

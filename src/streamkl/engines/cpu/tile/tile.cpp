@@ -30,9 +30,8 @@ class TypedDenseSide final : public DenseSide {
       pack_.copy(
           from + n * q_strides_.head, q_strides_.token, q_strides_.dim, rows, n + 1 < heads ? rows : padded - n * rows,
           staged + n * rows * width_);
-    // Words of the width in columns: [width words, rows]. Right operands are not a power of two apart: their rows would
-    // share too few cache sets.
-    q_stride_ = padded + kLanes;
+    // Words of the width in columns: [width words, rows].
+    q_stride_ = right_stride(padded);
     P* columns = slots_[slot].columns.reserve(width_ * q_stride_);
     pack_.transpose(staged, width_, padded, columns, q_stride_);
     if (!for_gradient) return;

@@ -16,7 +16,7 @@
 
 namespace streamkl::cpu {
 
-constexpr int64_t kBlockQ = 256;  // rows that are packed together, at most
+constexpr int64_t kBlockQ = 256;  // rows of a block, at most
 constexpr int64_t kStrip = 128;   // rows of a tile
 constexpr int64_t kBlockK = 256;  // keys of a tile
 constexpr int64_t kWide = 512;    // rows of several heads that lie side by side, at most
@@ -107,7 +107,7 @@ class DenseSide {
   // Writes dq[rows, dim], in the tensors' dtype or as floats; heads are head_stride apart.
   virtual void end_gradient(int64_t slot, void* dq, bool as_floats, int64_t head_stride = 0) = 0;
   virtual int64_t bytes_of_row() const = 0;
-  // How many rows a slot has room for: products add up so many in dK.
+  // How many rows a slot should have, at most: products of dK add up so many.
   virtual int64_t widest() const = 0;
 
   int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }
