@@ -17,6 +17,7 @@ constexpr int64_t kTileStride = kTile + kLanes;  // as right_stride() gives it
 constexpr int64_t kTileStep = 64;              // keys are padded to whole steps, so that products have few shapes
 constexpr int64_t kPiece = 128;                // keys whose values float products add up at once
 constexpr int64_t kValuesAhead = 8;            // values that are fetched ahead where they are read where they lie
+constexpr int64_t kSingleHeads = 32;           // of a key head, at most, for single rows: those of more heads are a product
 constexpr int64_t kRows = 32;                  // rows of a product of logits: they stay in the first-level cache
 
 // The softmax of rows of a tile, lanes along the keys. Logits are multiplied by log2 e for kFast.
@@ -349,8 +350,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sparse_attention(
   const SortedTopk topk(indices, query_blocks, window, page_table ? page_table->size(1) * k.size(2) : k.size(2));
   const bool in_floats = q.scalar_type() != at::kBFloat16 || !native(at::kBFloat16);
   // A backward multiplies whole tiles, and its logits must be those of its forward to the last bit.
-  const bool single_rows = in_floats && !for_backward;
-  const auto rows = union_rows_of(query_blocks, topk, window, query_block, q.size(1) / k.size(1), v, page_table.has_value(), single_rows);
+  const int64_t group = q.size(1) / k.size(1);
+  const bool single_rows = in_floats && !for_backward && group <= kSingleHeads;
+  const auto rows = union_rows_of(query_blocks, topk, window, query_block, group, v, page_table.has_value(), single_rows);
   int64_t covered = 0;
   for (const auto& block : query_blocks) covered += block.rows;
   // Rows past the last packed sequence are 0.
