@@ -60,6 +60,11 @@ def test_a_sink_of_minus_infinity_is_none_and_repeats_are_bit_equal(dtype: torch
     out = sparse_attention(q, k, v, indices, query_block=BLOCK, sink=none)
     plain = sparse_attention(q, k, v, indices, query_block=BLOCK)
     assert torch.equal(out, plain)
+    with torch.no_grad():
+        assert torch.equal(
+            sparse_attention(q, k, v, indices, query_block=BLOCK, sink=none),
+            sparse_attention(q, k, v, indices, query_block=BLOCK),
+        )
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = torch.autograd.grad(out, (q, k, v, none), upstream, retain_graph=True)
     assert not found[3].any()

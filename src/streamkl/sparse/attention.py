@@ -197,15 +197,16 @@ def _attended(
     )  # fmt: skip
     lse = m.detach() + ln_l
     if rest is not None:
-        rest = rest[None] if keys.packed else rest
+        rest, dead = rest[None] if keys.packed else rest, lse == -torch.inf
+        finite = torch.where(dead, 0.0, lse)  # the output of dead rows is 0
         if for_backward:
-            dtype, dead, exact = out.dtype, lse == -torch.inf, out.to(lse.dtype)
+            dtype, exact = out.dtype, out.to(lse.dtype)
             if unrounded.numel():  # what rounding took from the output: the gradient of a sink needs it
                 exact = exact + unrounded.detach()
-            scaled = with_rest(exact, torch.where(dead, 0.0, lse), rest)
+            scaled = with_rest(exact, finite, rest)
             out = torch.where(dead[..., None], 0.0, scaled).to(dtype)  # no gradient, whatever dead rows are given
         else:
-            out = with_rest(out, lse, rest)
+            out = with_rest(out, finite, rest)
     lse = lse.detach()
     return (out[0].transpose(0, 1), lse[0]) if keys.packed else (out, lse)
 

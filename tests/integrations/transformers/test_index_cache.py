@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import streamkl.integrations.transformers as skl
 from streamkl.sparse import IndexerSelector
+from streamkl.testing.causal_models import tiny_causal_model
 from streamkl.testing.tiny_models import tiny_model, tokens
 
 TOKENS, KEYS = 24, 5
@@ -60,6 +61,17 @@ def test_whatever_is_done_to_a_cache_is_done_to_its_index_keys(model, dense_of) 
     repeated.batch_select_indices(torch.tensor([4, 1]))
     repeated.crop(-4)
     check(repeated, [2, 0])
+
+
+@torch.no_grad()
+def test_layers_that_attend_to_the_keys_of_others_are_cropped_with_them() -> None:
+    model, ids = tiny_causal_model("gemma3n_text", sliding_window=64).eval(), tokens(2, TOKENS)
+    skl.sparsify(model, IndexerSelector(KEYS, 1), skl.new_indexers(model, head_dim=8), decode="sparse")
+    cache = read(model, ids)
+    whole = after(model, cache, tokens(2, 4, seed=2))
+    cache.crop(0)
+    cache.crop(-4)
+    torch.testing.assert_close(after(model, cache, tokens(2, 4, seed=2)), whole)
 
 
 @torch.no_grad()

@@ -106,6 +106,19 @@ def test_weights_are_saved_and_loaded_under_the_names_of_the_checkpoint(family, 
 
 
 @torch.no_grad()
+def test_a_folder_leaves_the_models_own_dtypes(family, tmp_path) -> None:
+    """transformers keeps some weights of indexers in float32."""
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    model = type(tiny_model(family)).from_pretrained(tmp_path / "model", dtype=torch.float16)
+    dtypes = {name: p.dtype for name, p in own_parameters(model).items()}
+    folder = skl.sparsify(model).save_indexers(tmp_path / "indexers")
+    skl.sparsify(model, indexers=folder)
+    assert {name: p.dtype for name, p in own_parameters(model).items()} == dtypes
+    if family in ("deepseek_v32", "glm_moe_dsa", "axk2", "mistral_large4"):
+        assert {torch.float16, torch.float32} == set(dtypes.values())
+
+
+@torch.no_grad()
 def test_the_layout_of_rope_is_that_of_the_familys_own_code(family, monkeypatch) -> None:
     model, ids = tiny_model(family), tokens(2, TOKENS)
     modeling = importlib.import_module(type(model).__module__)

@@ -132,6 +132,17 @@ def test_indexers_and_selectors_that_do_not_go_together_are_refused(family, argu
     assert not hasattr(model, "streamkl")
 
 
+@torch.no_grad()
+def test_the_oracle_is_refused_in_tensor_parallelism_and_indexers_are_not() -> None:
+    model = tiny_model("llama")
+    model._tp_size = 2
+    skl.sparsify(model, IndexerSelector(4, 2), skl.new_indexers(model, head_dim=8))
+    model(tokens(1, 12))
+    model.set_attn_implementation("streamkl_oracle")
+    with pytest.raises(ValueError, match="in tensor parallelism each process has some of them"):
+        model(tokens(1, 12))
+
+
 def test_a_folder_in_place_of_a_selector_is_refused(tmp_path) -> None:
     with pytest.raises(
         ValueError, match=r"selector must be a selector: got .*; a folder of indexers is given as indexers="

@@ -52,6 +52,45 @@ def test_a_saved_model_is_sparse_again_where_streamkl_is_imported_and_dense_else
 
 
 @torch.no_grad()
+def test_the_text_of_a_saved_model_says_that_it_is_sparse_too(tmp_path) -> None:
+    """``AutoModelForCausalLM`` may load the text alone, by its own config."""
+    model = tiny_model("mistral_large4")
+    skl.sparsify(model, IndexerSelector(5, 2)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["streamkl"] == config["text_config"]["streamkl"]
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.streamkl.selector == IndexerSelector(5, 2)
+    for config in (model.config, loaded.config):
+        assert "streamkl" not in (*vars(config), *vars(config.text_config))
+
+
+def test_one_process_writes_the_indexers_and_what_would_lose_them_is_refused(sparse, tmp_path) -> None:
+    sparse.save_pretrained(tmp_path / "second", is_main_process=False)
+    assert not (tmp_path / "second" / "streamkl").exists()
+    with pytest.raises(ValueError, match="save the model, and upload its folder"):
+        sparse.save_pretrained(tmp_path / "uploaded", push_to_hub=True)
+    sparse.model._hf_peft_config_loaded = True
+    with pytest.raises(ValueError, match="merge them, or save_indexers"):
+        sparse.save_pretrained(tmp_path / "adapted")
+
+
+@torch.no_grad()
+def test_offloaded_models_get_the_folders_indexers(sparse, tmp_path) -> None:
+    from accelerate import cpu_offload
+
+    ids = tokens(2, TOKENS)
+    logits, folder = sparse.model(ids).logits, sparse.save_indexers(tmp_path / "indexers")
+    offloaded = cpu_offload(tiny_model("llama"), execution_device=torch.device("cpu"))
+    skl.sparsify(offloaded, indexers=folder, decode="sparse")
+    assert torch.equal(offloaded(ids).logits, logits)
+    own = tiny_model("deepseek_v32")
+    folder = skl.sparsify(own).save_indexers(tmp_path / "own")
+    own.streamkl.remove()
+    with pytest.raises(ValueError, match="accelerate has offloaded the model's own indexers"):
+        skl.sparsify(cpu_offload(own, execution_device=torch.device("cpu")), indexers=folder)
+
+
+@torch.no_grad()
 def test_a_folder_of_indexers_gives_the_same_selection(sparse, tmp_path) -> None:
     ids = tokens(2, TOKENS)
     sparse.save_indexers(tmp_path / "indexers")

@@ -173,16 +173,21 @@ def test_requests_that_are_cancelled_leave_no_pages_behind(tiny, engine, prompts
     assert pool.get_num_free_blocks() == before
 
 
-def test_normalise_of_the_folder_is_kept(tiny) -> None:
+def test_normalise_of_the_folder_is_kept(tiny, tmp_path) -> None:
     from types import SimpleNamespace
 
+    from streamkl.integrations.saved import folder
+    from streamkl.integrations.saved.selectors import to_json
     from streamkl.integrations.vllm.settings import settings_of
 
     model = tiny()
-    value = {"indexers": str(model.indexers), "selector": SOME}
+    _, description = folder.read(model.indexers)
+    description["selector"] = to_json(dataclasses.replace(SELECTOR, normalise=True))
+    place = folder.write(tmp_path / "indexers", folder.read_weights(model.indexers), description)
+    value = {"indexers": str(place), "selector": SOME}
     config = SimpleNamespace(
         hf_config=SimpleNamespace(streamkl=value), hf_overrides={"streamkl": value}, model="x", revision=None
     )
     settings = settings_of(config)
     assert settings is not None
-    assert settings.selector == dataclasses.replace(SELECTOR, normalise=None)
+    assert settings.selector == dataclasses.replace(SELECTOR, normalise=True)

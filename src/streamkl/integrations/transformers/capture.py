@@ -30,8 +30,9 @@ def capture_attention(
     Tensors have their graph if gradients are enabled. It sees only calls of the thread, or task of ``asyncio``, that
     entered the block.
 
-    Under non-reentrant checkpointing what is repeated in the backward is not captured again. Under reentrant
-    checkpointing there is no graph. A compiled model may be captured, in one graph and with checkpointing, too.
+    Under non-reentrant checkpointing what is repeated in the backward is not captured again; under StreamKL's own
+    implementations it is, if the backward runs inside of the block. Under reentrant checkpointing there is no graph. A
+    compiled model may be captured, in one graph and with checkpointing, too.
 
     Args:
         model: A model of transformers, or a module that has one in it; of a model for images and text the decoder.
@@ -102,6 +103,11 @@ def decoder_of(model: nn.Module) -> Any:
         if isinstance(module, PreTrainedModel):
             return module.get_decoder()
     raise ValueError(f"attention is captured in models of transformers: got {type(model).__name__}")
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether attention sees some of the heads only, since other processes have the others."""
+    return any((getattr(module, "tp_size", None) or 1) > 1 for module in model.modules())
 
 
 def attentions_of(decoder: nn.Module) -> dict[int, list[Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import streamkl
-from streamkl.integrations.transformers.capture import attentions_of, capture_attention, decoder_of
+from streamkl.integrations.transformers.capture import attentions_of, capture_attention, decoder_of, is_tensor_parallel
 from streamkl.integrations.transformers.pairing import Heads, Layers, paired_heads, paired_layers
 from streamkl.integrations.transformers.recording import Attended, Capture
 from streamkl.sparse import AttentionCall
@@ -78,7 +78,7 @@ class AttentionDistiller:
         if decoder_of(student) is decoder_of(teacher):
             raise ValueError("student and teacher are one model: copy it, with copy.deepcopy, before it is trained")
         for what, model in (("student", student), ("teacher", teacher)):
-            if any((getattr(part, "tp_size", None) or 1) > 1 for part in model.modules()):
+            if is_tensor_parallel(model):
                 raise ValueError(
                     f"the {what} is tensor parallel, and a process has some of its heads only: use DDP or FSDP2"
                 )

@@ -66,8 +66,13 @@ def _with_index_keys(cls: Any) -> type:
 
         def crop(self, tokens: int) -> None:
             super().crop(tokens)  # how many to take away, or in earlier versions how many to leave
-            if self.index_keys is not None:
-                self.index_keys = self.index_keys[:, : self.get_seq_length()]
+            if self.index_keys is None:
+                return
+            if hasattr(self, "get_seq_length"):
+                left = self.get_seq_length()
+            else:  # a layer that attends to the keys of another has none itself
+                left = tokens if tokens > 0 else self.index_keys.shape[1] + tokens
+            self.index_keys = self.index_keys[:, :left]
 
         def reorder_cache(self, beam_idx: Tensor) -> None:
             super().reorder_cache(beam_idx)

@@ -96,13 +96,18 @@ def load_indexers(path: str | os.PathLike[str], model: nn.Module) -> tuple[Index
         its own, those get the folder's weights.
 
     Raises:
-        ValueError: The folder is not whole, or its indexers belong to another model.
+        ValueError: The folder is not whole, or its indexers belong to another model, whose own are offloaded.
     """
     shapes, description = folder.read(path)
     check_description(description, str(Path(path) / folder.DESCRIPTION))
     family = family_of(model.config)
     check_model(Path(path), description, describe_model(model.config, descriptions.fingerprint(model, family)))
     indexers = own_indexers(model, family)
+    if any(parameter.is_meta for parameter in indexers.parameters()):
+        raise ValueError(
+            f"accelerate has offloaded the model's own indexers, and would not keep the weights of {path}: load the "
+            f"model onto its devices, or give them to its checkpoint"
+        )
     if not indexers:
         of = description["indexer"]
         with torch.device("meta"):  # nothing is allocated before all shapes have been compared
@@ -127,9 +132,12 @@ def _make(model: nn.Module, head_dim: int, activation: Activation, heads: int, t
 
 
 def _devices(model: nn.Module) -> dict[str, torch.device]:
-    """The device of each layer's attention."""
-    attentions = family_of(model.config).attentions(model)
-    return {str(layer): next(attention.parameters()).device for layer, attention in attentions.items()}
+    """The device of each layer's attention; the CPU, where accelerate has offloaded it."""
+    devices = {}
+    for layer, attention in family_of(model.config).attentions(model).items():
+        device = next(attention.parameters()).device
+        devices[str(layer)] = torch.device("cpu") if device.type == "meta" else device
+    return devices
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from streamkl.integrations.transformers.module_call import ModuleCall
 from streamkl.integrations.transformers.own_indexer import OwnIndexer
 from streamkl.integrations.transformers.recording import Attended, captures_of
 from streamkl.integrations.transformers.selection import IMPLEMENTATIONS, PREFIX
-from streamkl.sparse import AttentionCall, IndexerSelector, Selector
+from streamkl.sparse import AttentionCall, IndexerSelector, OracleSelector, Selector
 
 
 class SparseLayer:
@@ -28,6 +28,7 @@ class SparseLayer:
         selector: Selects keys under ``streamkl_sparse``.
         indexer: Its indexer, if it has one.
         decode: How a single query attends.
+        parallel: Whether the module sees some of the heads only, since other processes have the others.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class SparseLayer:
         selector: Selector,
         indexer: Indexer | None,
         decode: Literal["dense", "sparse"],
+        parallel: bool = False,
     ) -> None:
         self.module, self.family, self.selector, self.indexer = module, family, selector, indexer
         self.decode: Literal["dense", "sparse"] = decode
+        self.parallel = parallel
         self.number: int = module.layer_idx
         self.is_global = family.is_global(module)
         self.has_own_indexer = hasattr(module, "indexer")
@@ -103,6 +106,11 @@ class SparseLayer:
 
     def select(self, call: AttentionCall, selector: Selector, indices: Tensor | None) -> Tensor:
         """The selected keys of a call: ``indices`` are those of the module's own indexer, if it has selected."""
+        if self.parallel and isinstance(selector, OracleSelector):
+            raise ValueError(
+                "the oracle selects keys by the attention of all heads, and in tensor parallelism each process has "
+                "some of them: load the model without it, or select with indexers"
+            )
         if not self.selects_itself:
             return selector.select(call)
         if self.family.selects_late:

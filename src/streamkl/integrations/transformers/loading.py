@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from streamkl.integrations.saved.beside import indexers_beside
 from streamkl.integrations.saved.settings import check_settings
-from streamkl.integrations.transformers.model import attach_loaded
+from streamkl.integrations.transformers.model import attach_loaded, configs_of
 from streamkl.integrations.transformers.selection import PREFIX
 
 DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -34,7 +34,7 @@ def wrap_from_pretrained() -> None:
         given = options.get("attn_implementation", getattr(options.get("config"), "_attn_implementation", None))
         loaded = original(cls, name_or_path, *args, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        settings = model.config.__dict__.pop("streamkl", None)
+        settings, *_ = [config.__dict__.pop("streamkl", None) for config in configs_of(model)]
         if settings is not None or str(given).startswith(PREFIX):
             attach(model, settings, given, name_or_path, options)
         return loaded

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from streamkl.integrations.saved.selectors import from_json, to_json
 from streamkl.integrations.saved.settings import FOLDER, as_saved
 from streamkl.integrations.transformers import probe
-from streamkl.integrations.transformers.capture import capture_attention
+from streamkl.integrations.transformers.capture import capture_attention, is_tensor_parallel
 from streamkl.integrations.transformers.families import Family, family_of
 from streamkl.integrations.transformers.indexers import Indexers, load_indexers, own_indexers, save_indexers
 from streamkl.integrations.transformers.layer import SparseLayer
@@ -42,8 +42,9 @@ class SparseModel:
         decode: Literal["dense", "sparse"],
     ) -> None:  # fmt: skip
         self.model, self.family, self.selector, self.indexers = model, family, selector, indexers
+        parallel = is_tensor_parallel(model)
         self.layers = {
-            number: SparseLayer(attention, family, selector, indexers.of(number), decode)
+            number: SparseLayer(attention, family, selector, indexers.of(number), decode, parallel)
             for number, attention in family.attentions(model).items()
         }
         self._before = _implementation(model)
@@ -93,18 +94,28 @@ class SparseModel:
 
         Args:
             path: The model's folder.
-            options: Of the model's ``save_pretrained``.
+            options: Of the model's ``save_pretrained``, but ``push_to_hub``.
+
+        Raises:
+            ValueError: The folder is to be uploaded, or transformers would save adapters without a config.
         """
+        if options.get("push_to_hub"):
+            raise ValueError("save_pretrained uploads no indexers: save the model, and upload its folder")
+        if getattr(self.model, "_hf_peft_config_loaded", False):
+            raise ValueError("the model has adapters, which are saved without a config: merge them, or save_indexers")
         settings = {"selector": to_json(self.selector), "decode": self.decode}
         if self.indexers and not own_indexers(self.model, self.family):
-            self.save_indexers(Path(path) / FOLDER)
+            if options.get("is_main_process", True):
+                self.save_indexers(Path(path) / FOLDER)
             settings["indexers"] = FOLDER
-        config: Any = self.model.config
-        config.streamkl = settings
+        configs = configs_of(self.model)
+        for config in configs:
+            config.streamkl = settings
         try:
             self.model.save_pretrained(path, **options)
         finally:
-            del config.streamkl
+            for config in configs:
+                del config.streamkl
 
 
 def sparsify(
@@ -124,7 +135,8 @@ def sparsify(
         model: A causal language model of transformers, of a known family.
         selector: Selects keys. By default the selector that the indexers were saved with; for models with indexers of
             their own, a per-query top-k of these with the model's own number of keys.
-        indexers: A folder of indexers, which get the model's dtype, or `Indexers`, for models that have none.
+        indexers: A folder of indexers, which get the model's dtype, or the dtypes of its own indexers where it has
+            them; or `Indexers`, for models that have none.
         decode: How a single query attends. By default dense; sparse for models with indexers of their own.
 
     Returns:
@@ -158,7 +170,8 @@ def sparsify(
     saved = None
     if isinstance(indexers, (str, os.PathLike)):
         indexers, saved = load_indexers(indexers, model)
-        indexers.to(model.dtype)  # the products of scores then run at the model's speed
+        if not own_indexers(model, family):  # which keep the dtypes that transformers gives them
+            indexers.to(model.dtype)  # the products of scores then run at the model's speed
     elif indexers is None:
         indexers = own_indexers(model, family)
     selector = as_saved(selector or saved or family.selector(model.config), saved)
@@ -198,6 +211,13 @@ def attach_loaded(
         sparsify(model, DEFAULT)
     if name is not None:
         model.set_attn_implementation(name)
+
+
+def configs_of(model: Any) -> list[Any]:
+    """The configs that say how a model is sparse: its own, and that of its text, by which it may be loaded alone."""
+    config = model.config
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
 
 
 def _check_indexers(model: Any, selector: Selector, indexers: Indexers) -> None:
