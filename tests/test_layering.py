@@ -270,7 +270,7 @@ DISTILLATION = {
     "__init__": {"distillation.settings"},
     "settings": set(),
     "attention": {
-        "api", "dense_attention", "distillation.layer", "sparse",
+        "api", "autocasting", "dense_attention", "distillation.layer", "sparse",
         "integrations.transformers.recording", FAMILIES,
     },
     "figures": {"api", "distributed", "sparse", "sparse.head_groups", "integrations.transformers.recording"},
@@ -304,13 +304,14 @@ DISTILLATION = {
         *(f"distillation.{name}" for name in ("checkpoints", "curves", "model", "replica")),
     },
     "arguments": {"distillation", "distillation.settings"},
-    "resuming": {"distillation", "distillation.checkpoints", "distillation.settings"},
+    "resuming": {"cache", "distillation", "distillation.checkpoints", "distillation.settings"},
     "results": {"distillation", "distillation.checkpoints", "distillation.settings"},
     "sequences": {
         "distillation", "text", *(f"distillation.{name}" for name in ("packing", "samples", "settings", "shards"))
     },
     "training": {
-        "distillation", "integrations.transformers", "integrations.transformers.checkpoint", FAMILIES,
+        "distillation", "integrations.transformers", "integrations.transformers.description", FAMILIES,
+        "integrations.transformers.checkpoint",
         *(f"distillation.{name}" for name in ("arguments", "resuming", "results", "samples", "sequences")),
         *(f"distillation.{name}" for name in ("settings", "trainer")),
     },

@@ -66,7 +66,12 @@ def _packed_rows(x: Tensor) -> Tensor:
 
 
 def _packed_topk(topk: Tensor, first: Tensor) -> Tensor:
-    """``[B * N, K]`` or ``[heads, B * N, K]``, which count from the first real token; padded keys are left out."""
+    """``[B * N, K]`` or ``[heads, B * N, K]``, which count from the first real token; padded keys are left out.
+
+    What is no key stays one, for the check of packed indices to refuse.
+    """
+    tokens, batch = topk.shape[-2], topk.shape[0]
     moved = topk - first.view(-1, *[1] * (topk.dim() - 1)).to(topk.dtype)
     moved = torch.where(moved < 0, -1, moved)
+    moved = torch.where((topk < -1) | (topk >= tokens), batch * tokens, moved)
     return moved.flatten(0, 1) if topk.dim() == 3 else moved.transpose(0, 1).flatten(1, 2)

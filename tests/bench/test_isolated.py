@@ -1,5 +1,7 @@
 """Memory is that of the call, and of no other process."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,3 +28,15 @@ def test_eager_adds_its_matrices_and_ours_does_not() -> None:
 def test_a_child_that_fails_is_quoted() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)streamkl failed on 16 tokens.*engines.nonsense"):
         isolated.run(Cell.square(1, 16, 16), "streamkl", "nonsense", CPU, 1)
+
+
+def test_a_child_has_the_threads_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counts_threads.py").write_text("import torch\nprint(torch.get_num_threads())\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            assert isolated.extra_bytes("counts_threads", {}) == threads
+    finally:
+        torch.set_num_threads(before)

@@ -101,6 +101,9 @@ def test_memory_is_measured_apart_and_limited(tmp_path: Path) -> None:
         (("forward", "--baselines", "us"), "a baseline (or none) is one of eager, compiled"),
         (("forward", "--baselines", "streamkl"), "not 'streamkl'"),
         (("forward", "--backend", "gpu"), "--backend is one of auto"),
+        (("forward", "--mask", "full"), "suites have cells of their own"),
+        (("forward", "--isolated"), "suites have cells of their own"),
+        (("forward", "--limit-mb", "100", "--no-memory"), "--limit-mb needs the memory"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: tuple[str, ...], message: str) -> None:

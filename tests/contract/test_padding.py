@@ -88,6 +88,16 @@ def test_so_has_one_of_selected_keys_that_names_padding_too(engine) -> None:
     torch.testing.assert_close(found, torch.where(MASK[:, None], shown, 0.0), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("key", [TOKENS, 2 * TOKENS, -2])
+def test_selected_keys_that_there_are_not_are_refused_with_a_mask_too(key: int) -> None:
+    tensors = drawn(**dict(zip("qk", heads(2, 2), strict=True)))
+    topk = torch.arange(4, device="cpu").repeat(len(SPANS), TOKENS, 1)
+    topk[2, 7, 3] = key
+    for mask in ({}, {"key_padding_mask": MASK}):
+        with pytest.raises(ValueError, match="topk_indices must be keys from 0 to"):
+            attention_lse(**tensors, topk_indices=topk, **mask)
+
+
 def test_so_has_an_indexer(engine) -> None:
     batch = len(SPANS)
     tensors = drawn(

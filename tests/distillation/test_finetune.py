@@ -8,15 +8,19 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
+from streamkl.distillation.arguments import training_arguments
 from streamkl.distillation.finetune import finetune
 from streamkl.distillation.joint import JointModel
+from streamkl.distillation.joint_trainer import JointTrainer
 from streamkl.distillation.settings import FinetuneSettings
 from streamkl.integrations.transformers import new_indexers, sparsify
 from streamkl.integrations.transformers.capture import capture_attention
@@ -114,6 +118,28 @@ def test_gradients_of_all_weights_are_those_of_materialised_attention() -> None:
     assert ours[1].keys() == theirs.keys() == {name for name, _ in model.named_parameters()}
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[1][name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_what_would_shard_the_model_is_refused_in_its_own_words(llama: Path, prose: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fsdp would have no effect: each process has the whole model"):
+        training_arguments(settings(llama, prose, tmp_path / "run", "", set=["fsdp=full_shard"]))
+
+
+def test_gradients_are_unscaled_once_and_both_groups_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = joint()
+    groups = [list(part.parameters()) for part in (model.backbone, model.indexers)]
+    trainer: Any = object.__new__(JointTrainer)
+    trainer.optimizer = torch.optim.SGD([{"params": group} for group in groups])
+    trainer.accelerator, trainer.args = Accelerator(cpu=True), SimpleNamespace(max_grad_norm=1e-3)
+    monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")  # which accelerate has on GPUs alone
+    trainer.accelerator.native_amp, trainer.accelerator._optimizers = True, [trainer.optimizer]
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scale = trainer.accelerator.scaler.scale
+    model(ids, backward=lambda loss: scale(loss).backward())
+    trainer._clip_grad_norm(model)
+    for group in groups:
+        norm = torch.stack([p.grad.norm() for p in group if p.grad is not None]).norm()
+        assert float(norm) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_checkpointing_leaves_loss_and_gradients_as_they_are() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from streamkl import cache
 from streamkl.distillation import checkpoints
 from streamkl.distillation.arguments import training_arguments
 from streamkl.distillation.checkpoints import CheckpointError
@@ -116,6 +118,37 @@ def test_a_run_resumes_only_if_told_to_and_only_with_the_same_settings_and_text(
         distill(tiny.settings(llama, prose, run, steps=3, lr=0.1, resume=True))
     with pytest.raises(ValueError, match="was made with another text"):
         distill(tiny.settings(llama, other, run, steps=3, resume=True))
+    with pytest.raises(ValueError, match=r"was made with set = \[\]: got \['adam_beta2=0.95'\]"):
+        distill(tiny.settings(llama, prose, run, steps=3, resume=True, set=["disable_tqdm=true", "adam_beta2=0.95"]))
+    with pytest.raises(ValueError, match="was made with another model"):
+        distill(tiny.settings(finetuned(llama, tmp_path / "finetuned"), prose, run, steps=3, resume=True))
+
+
+def finetuned(folder: Path, to: Path) -> Path:
+    """The model a few steps on: hardly another one."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+    model.save_pretrained(to)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(to)
+    return to
+
+
+def test_two_runs_do_not_write_to_one_folder(tiny: Any, llama: Path, prose: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with cache.locked(tmp_path / "run.lock"), pytest.raises(ValueError, match="another run writes to"):
+        distill(tiny.settings(llama, prose, run, steps=1))
+    assert not run.exists()
+    distill(tiny.settings(llama, prose, run, steps=1))
+
+
+def test_places_may_begin_at_the_users_own(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "indexers").mkdir()
+    found = tiny.settings("~/m", ["~/t.txt", "dataset:a~b"], "~/run", init="~/indexers")
+    assert (found.model, found.output, found.init) == tuple(f"{tmp_path}/{name}" for name in ("m", "run", "indexers"))
+    assert found.text == [f"{tmp_path}/t.txt", "dataset:a~b"]
 
 
 @pytest.mark.parametrize(
@@ -126,11 +159,21 @@ def test_a_run_resumes_only_if_told_to_and_only_with_the_same_settings_and_text(
         ("adam_beta2=[", "is not YAML"),
         ("adam_beta2", "set must be NAME=VALUE"),
         ("adam_beta2=high", "set 'adam_beta2=high' must be a number, such as adam_beta2=0.999"),
+        ("save_total_limit=1", "set save_total_limit would have no effect: --keep says"),
+        ("gradient_checkpointing=true", "`streamkl finetune` has --checkpointing"),
     ],
 )
 def test_what_set_names_is_an_argument_without_a_flag(entry: str, message: str, tiny: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", set=[entry]))
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1.0e-06", "0.000001", "1E-6"])
+def test_numbers_may_have_exponents_wherever_they_are(text: str, tiny: Any, tmp_path: Path) -> None:
+    entries = [f"adam_epsilon={text}", f"lr_scheduler_kwargs={{min_lr: {text}}}", "run_name=1e-6a"]
+    options = {"set": entries, "schedule": "cosine_with_min_lr"}
+    args = training_arguments(tiny.settings(tmp_path, tmp_path, tmp_path / "run", **options))
+    assert (args.adam_epsilon, args.lr_scheduler_kwargs, args.run_name) == (1e-6, {"min_lr": 1e-6}, "1e-6a")
 
 
 @pytest.mark.parametrize("entry", ["fsdp=full_shard", "fsdp_config={version: 2}", "ddp_bucket_cap_mb=1"])

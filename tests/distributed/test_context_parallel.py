@@ -88,6 +88,8 @@ def test_what_cannot_be_sharded_is_refused_in_a_sentence(found: dict[str, Any]) 
     for what, words in {
         "DTensors": "got a DTensor",
         "all tokens": f"of 16 tokens that rank 0 of {found['ranks']} holds",
+        "no window": "at least 1: got 0",
+        "a part of the tokens": "x must have all 16 tokens: got",
         "the reference": "backend='reference' is not sharded",
         "a teacher that learns": "got q that requires a gradient",
         "packed attention": "q must be of shape [batch, heads, tokens, dim]",

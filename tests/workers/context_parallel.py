@@ -234,6 +234,8 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     message("all tokens", lambda: cp.attention_kl(q, q, q, q))
     message("the reference", lambda: cp.attention_kl(local, local, local, local, backend="reference"))
     message("a teacher that learns", lambda: cp.attention(local.clone().requires_grad_(), local, local))
+    message("no window", lambda: cp.attention(local, local, local, window=0))
+    message("a part of the tokens", lambda: cp.heads_to_tokens(local))
     message("packed attention", lambda: cp.attention(local[0], local[0], local[0]))
     message("two dimensions", lambda: ContextParallel(init_device_mesh("cpu", (1, mesh.size())), 16))
     # Without a mask a DTensor is moved as it has to be, and the loss is that of whole tensors.

@@ -55,9 +55,13 @@ def run(cell: Cell, implementation: str, backend: str, device: torch.device, thr
 
 
 def extra_bytes(module: str, request: dict[str, Any]) -> int:
-    """The memory that a request adds to its process, which runs ``python -m module REQUEST`` and prints it last."""
+    """The memory that a request adds to its process, which runs ``python -m module REQUEST`` and prints it last.
+
+    The process has as many threads as this one.
+    """
     command = [sys.executable, "-m", module, json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **RETURNED})
+    environment = {**os.environ, **RETURNED, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"{request} failed: {done.stderr.strip()[-2000:]}")
     return int(done.stdout.splitlines()[-1])

@@ -31,6 +31,8 @@ SUITE_NAMES = (
     "forward, training, eager, dtypes, threads, long, memory, indexer, indexer-eager, compressed, topk, models"
 )
 """Those of `streamkl.bench.suites`, which loads torch."""
+CELL = {"mask": "causal", "dtype": "bfloat16", "direction": "forward"}
+"""Of a shape, if nothing else is said."""
 SUITES = typer.Argument(None, metavar="SUITE", help=f"{SUITE_NAMES}.")
 BASELINES = typer.Option([], help="One or several, all or none; those of the suite, or all, if not given.")
 RESULTS = typer.Option(Path("bench.jsonl"), help="The file that results are appended to, one per line.")
@@ -43,9 +45,9 @@ FILE = typer.Argument(help="Results, as `streamkl bench run` writes them.", exis
 def run(
     suites: list[str] = SUITES,
     shape: str = typer.Option("", help="BATCHxHEADSxTOKENSxDIM instead of a suite, such as 1x8x4096x128."),
-    mask: str = typer.Option("causal", help="causal or full, for --shape."),
-    dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32, for --shape."),
-    direction: str = typer.Option("forward", help="forward, training or training-both, for --shape."),
+    mask: str = typer.Option(CELL["mask"], help="causal or full, for --shape."),
+    dtype: str = typer.Option(CELL["dtype"], help="bfloat16, float16 or float32, for --shape."),
+    direction: str = typer.Option(CELL["direction"], help="forward, training or training-both, for --shape."),
     baselines: list[str] = BASELINES,
     isolated: bool = typer.Option(False, help="Once, in a process of its own, for --shape."),
     limit_mb: float = typer.Option(float("inf"), help="Fail if StreamKL's process is resident with more."),
@@ -68,6 +70,8 @@ def run(
     console = _console()
     _check([backend], BACKENDS, "--backend")
     chosen = _suites(suites or [], baselines, isolated, shape=shape, mask=mask, dtype=dtype, direction=direction)
+    if limit_mb < math.inf and not memory and not all(suite.isolated for suite in chosen.values()):
+        raise UserError("--limit-mb needs the memory that --no-memory does not measure")
     if quick:
         chosen = {f"{name}-quick": suite.quick() for name, suite in chosen.items()}
     options = harness.Options(
@@ -386,6 +390,8 @@ def _suites(names: list[str], baselines: list[str], isolated: bool, **cell: str)
 
     if bool(names) == bool(cell["shape"]):
         raise UserError(f"name suites ({', '.join(SUITES)}), or give a --shape")
+    if names and (isolated or cell != {"shape": "", **CELL}):
+        raise UserError("suites have cells of their own: --mask, --dtype, --direction and --isolated are for --shape")
     for option, allowed in (("mask", MASKS), ("dtype", DTYPES), ("direction", DIRECTIONS)):
         _check([cell[option]], allowed, f"--{option}")
     _check(names, SUITES, "a suite")

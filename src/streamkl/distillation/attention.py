@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from streamkl.autocasting import autocast
 from streamkl.dense_attention import causal_attention, compressed_attention, merged, window_attention, with_rest
 from streamkl.distillation.layer import UNDER_WAY
 from streamkl.integrations.transformers.families import family_of
@@ -112,6 +113,7 @@ def distill_attention(
         mask = None if isinstance(attention_mask, Causal) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     refuse(module, kwargs, "the loss")
+    query, key, value = (autocast(x) for x in (query, key, value))  # RoPE leaves two of them in float32
     if isinstance(attention_mask, Causal) and attention_mask.with_compressed:
         return _with_compressed(module, query, key, value, attention_mask.window, scaling, s_aux)
     width = kwargs.get("sliding_window")

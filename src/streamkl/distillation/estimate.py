@@ -25,19 +25,21 @@ def estimate(settings: RunSettings, prepare: Callable[[], Prepared]) -> str:
         settings: Of the run.
         prepare: Loads its model and its text.
     """
-    training_arguments(settings)  # raises for wrong arguments
+    args = training_arguments(settings)
     prepared = prepare()
     model, samples = prepared.model, prepared.samples
     trained = [p for p in model.parameters() if p.requires_grad]
     device = torch.device("cuda" if torch.cuda.is_available() and settings.device == "auto" else "cpu")
-    model.to(device)
+    model.to(device).train()
+    half = torch.bfloat16 if args.bf16 else torch.float16
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
     seconds = []
     for number in range(BATCHES):
         rows = [samples[(number * settings.batch + n) % len(samples)] for n in range(settings.batch)]
         batch = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
         start = time.perf_counter()
-        model(**batch, backward=torch.Tensor.backward)
+        with torch.autocast(device.type, half, enabled=args.bf16 or args.fp16):
+            model(**batch, backward=torch.Tensor.backward)
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":

@@ -63,10 +63,10 @@ def finetune(settings: FinetuneSettings) -> Result:
 
 def prepare(settings: FinetuneSettings) -> Prepared:
     """Loads the model, makes it sparse, packs the text, and adds the adapters of LoRA."""
-    _, _, tokenizer = loadable(settings)
+    _, family, tokenizer = loadable(settings)
     samples = samples_of(settings, tokenizer, Mesh().data)
     backbone: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype))
-    loaded = Loaded.of(backbone)
+    loaded = Loaded.of(backbone, family)
     model = JointModel(_sparse(backbone, settings))
     if settings.checkpointing:
         checkpoint_activations(backbone)

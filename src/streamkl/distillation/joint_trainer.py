@@ -43,10 +43,9 @@ class JointTrainer(DistillationTrainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clips the gradients of the model and those of the indexers apart, so that neither scales the other."""
-        norms = [
-            self.accelerator.clip_grad_norm_(group["params"], self.args.max_grad_norm)
-            for group in self.create_optimizer().param_groups
-        ]
+        self.accelerator.unscale_gradients()  # of both, and only once
+        groups = self.create_optimizer().param_groups
+        norms = [nn.utils.clip_grad_norm_(group["params"], self.args.max_grad_norm) for group in groups]
         return norms[0]
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

@@ -69,7 +69,7 @@ def prepare(settings: Settings) -> Prepared:
     if not isinstance(family, GroupedQuery):  # then the model is a result
         check_model_place(Path(settings.output) / MODEL)
     probe.check(backbone, family, head=False)
-    loaded = Loaded.of(backbone)
+    loaded = Loaded.of(backbone, family)
     indexers = make_indexers(backbone, family, settings)
     model = Distiller(backbone, family, indexers, mesh=mesh, selects=_selects(settings, family, config))
     return Prepared(model, samples, loaded)

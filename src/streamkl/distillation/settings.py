@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ NEEDED = {
 }
 """Settings without a default, and their descriptions."""
 
+PLACES = ("model", "output", "init", "indexers")
+"""Settings that are folders, or may be, in which ``~`` is the user's."""
+
 LEAST = {
     **dict.fromkeys(("length", "steps", "batch", "accumulation", "heads", "head_dim", "query_block"), 1),
     **dict.fromkeys(("facts", "log_every", "save_every", "keep", "context_parallel", "tensor_parallel"), 1),
@@ -39,9 +43,16 @@ LEAST = {
 
 FREE = (
     "output", "resume", "dry_run", "report_to", "log_every", "save_every", "keep", "topk", "query_block", "device",
-    "set", "threads", "max_skipped", "context_parallel", "tensor_parallel", "shard_teacher",
+    "threads", "max_skipped", "context_parallel", "tensor_parallel", "shard_teacher",
 )  # fmt: skip
 """Settings that do not affect the trained weights."""
+
+FREE_OF_SET = (
+    "ddp_timeout", "ddp_backend", "disable_tqdm", "log_level", "log_level_replica", "log_on_each_node", "run_name",
+    "project", "trackio_space_id", "dataloader_num_workers", "dataloader_persistent_workers",
+    "dataloader_prefetch_factor", "dataloader_pin_memory",
+)  # fmt: skip
+"""Arguments that ``set`` may name and that do not affect them either."""
 
 
 def _setting(default: Any, what: str) -> Any:
@@ -98,6 +109,10 @@ class RunSettings:
     )
 
     def __post_init__(self) -> None:
+        for name in PLACES:
+            if hasattr(self, name):
+                setattr(self, name, os.path.expanduser(getattr(self, name)))
+        self.text = [os.path.expanduser(source) for source in self.text]
         missing = [name for name in NEEDED if not getattr(self, name)]
         if missing:
             described = ", ".join(f"{name} ({NEEDED[name]})" for name in missing)
@@ -121,7 +136,8 @@ class RunSettings:
 
     def training(self) -> dict[str, Any]:
         """The settings that affect the trained weights, for JSON: a run resumes only with the same ones."""
-        return {name: value for name, value in asdict(self).items() if name not in FREE}
+        kept = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return {**kept, "set": sorted(entry for entry in self.set if entry.partition("=")[0] not in FREE_OF_SET)}
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,13 +15,14 @@ from transformers import AutoConfig, AutoTokenizer
 from streamkl.distillation import ranks
 from streamkl.distillation.arguments import training_arguments
 from streamkl.distillation.results import on_first, write_settings
-from streamkl.distillation.resuming import check_same, naming_the_last_checkpoint, resumed
+from streamkl.distillation.resuming import alone, check_same, naming_the_last_checkpoint, resumed
 from streamkl.distillation.samples import Samples
 from streamkl.distillation.sequences import digest
 from streamkl.distillation.settings import RunSettings
 from streamkl.distillation.trainer import DistillationTrainer
 from streamkl.integrations.transformers import probe
 from streamkl.integrations.transformers.checkpoint import check_checkpoint, check_length
+from streamkl.integrations.transformers.description import fingerprint
 from streamkl.integrations.transformers.families import Family, family_of
 
 T = TypeVar("T")
@@ -28,16 +30,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaded:
-    """How a model was when it was loaded: the dtype of each weight, by its name, and its attention implementation."""
+    """How a model was when it was loaded.
+
+    Attributes:
+        dtypes: The dtype of each weight, by its name.
+        implementation: Of attention.
+        fingerprint: Some of its weights, to recognise it.
+    """
 
     dtypes: dict[str, torch.dtype]
     implementation: str
+    fingerprint: list[float]
 
     @classmethod
-    def of(cls, model: Any) -> Loaded:
+    def of(cls, model: Any, family: Family) -> Loaded:
         """Of a model that was just loaded."""
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        return cls(dtypes, model.config.get_text_config()._attn_implementation)
+        some = fingerprint(model, family).tolist()
+        return cls(dtypes, model.config.get_text_config()._attn_implementation, some)
 
     def restore_dtypes(self, model: Any) -> None:
         """Gives each weight its dtype back."""
@@ -78,9 +88,10 @@ def train(
         The results, ``None`` on other ranks, and how many steps were skipped.
     """
     output = Path(settings.output)
-    with naming_the_last_checkpoint(output):
+    with naming_the_last_checkpoint(output), ExitStack() as running:
         args = training_arguments(settings)
         ranks.meet()
+        running.enter_context(alone(output, args))
         last = resumed(settings, output, args)
         prepared = prepare()
         ranks.limit(args.ddp_timeout)
@@ -88,6 +99,7 @@ def train(
             "settings": settings.training(),
             "global_batch": settings.batch * settings.accumulation * prepared.model.mesh.data,
             "tokens": digest(prepared.samples.sequences),
+            "fingerprint": prepared.loaded.fingerprint,
         }
         if last is not None:
             check_same(last, about)

@@ -97,7 +97,12 @@ class ContextParallel:
 
         Returns:
             ``[B, H, n, D]``: all heads, of the tokens of this rank. A constant.
+
+        Raises:
+            ValueError: It has other tokens than the whole sequence.
         """
+        if x.shape[2] != self.queries.tokens:
+            raise ValueError(f"x must have all {self.queries.tokens} tokens: got {x.shape[2]}")
         return heads_to_tokens(self.queries, self._group, x)
 
     def total(self, x: Tensor) -> Tensor:
@@ -123,13 +128,15 @@ class ContextParallel:
             k: ``[B, Hkv, n, D]``, or what `gather` returned.
             v: ``[B, Hkv, n, Dv]``, or what `gather` returned.
             scale: Multiplies the products; ``1/sqrt(D)`` if not given.
-            window: How many keys a query sees, its own among them, as transformers counts; all before it if not given.
+            window: How many keys a query sees, its own among them, as transformers counts: at least 1. All before it
+                if not given.
 
         Returns:
             The output ``[B, H, n, Dv]`` and the log-sum-exp ``[B, H, n]``. Constants.
 
         Raises:
-            ValueError: A tensor wants a gradient, which this attention does not have, or has the wrong tokens.
+            ValueError: A tensor wants a gradient, which this attention does not have, or has the wrong tokens; or the
+                window leaves no key.
         """
         if self.keys.tokens < self.queries.tokens:
             raise ValueError(f"every query must see a key: got {self.queries.tokens} and {self.keys.tokens} tokens")
@@ -137,6 +144,8 @@ class ContextParallel:
             if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"attention is that of a frozen teacher: got {name} that requires a gradient")
         _refuse_dtensors({"q": q, "k": k, "v": v})
+        if window is not None and window < 1:
+            raise ValueError(f"a window has a query's own key, so at least 1: got {window}")
         for name, x in (("q", q), ("k", k), ("v", v)):
             shape = x.local.shape if isinstance(x, Gathered) else x.shape
             if len(shape) != 4 or (isinstance(x, Gathered) and x.dim != 2):

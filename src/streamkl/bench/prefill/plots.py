@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from streamkl.bench.prefill.records import Prefill
+from streamkl.bench.prefill.records import Prefill, faster
 from streamkl.bench.prefill.stopwatch import PARTS
 from streamkl.bench.report import where_briefly
 
@@ -32,10 +32,15 @@ def draw(records: list[Prefill], path: Path) -> None:
                 width = r.median * r.parts.get(part, 0.0) / total
                 axes.barh(line, width, left=left, color=COLOURS[part], label=part if line == 0 else None)
                 left += width
-            dense = [d for d in of_model if d.method == "dense" and d.tokens == r.tokens]
-            faster = f"   {dense[0].median / r.median:.1f}x" if dense and r.method != "dense" else ""
-            axes.text(left, line, f"  {r.median:.1f} s{faster}", va="center", fontsize=9)
-        axes.set_yticks(range(len(of_model)), [f"{r.tokens:,} tokens, {r.name}" for r in of_model], fontsize=9)
+            times = faster(r, of_model)
+            beside = "" if times is None else f"   {times:.1f}x"
+            axes.text(left, line, f"  {r.median:.1f} s{beside}", va="center", fontsize=9)
+        run = {(r.threads, r.dtype) for r in records}
+        labels = [
+            f"{r.tokens:,} tokens, {r.name}" + (f", {r.threads} threads, {r.dtype}" if len(run) > 1 else "")
+            for r in of_model
+        ]
+        axes.set_yticks(range(len(of_model)), labels, fontsize=9)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.18 * max(r.median for r in of_model))
         axes.set_title(title, fontsize=10)

@@ -79,17 +79,24 @@ def append(path: Path, record: Prefill) -> None:
 
 
 def read(path: Path) -> list[Prefill]:
-    """All records, in the order of the file; of two for the same model, length and method the later one."""
+    """All records, in the order of the file; of two for the same model, length, method and machine the later one."""
     records = (Prefill(**json.loads(line)) for line in path.read_text().splitlines())
-    return list({(r.title, r.tokens, r.name, r.threads): r for r in records}.values())
+    return list({(r.title, r.tokens, r.name, r.threads, r.dtype): r for r in records}.values())
+
+
+def faster(record: Prefill, records: list[Prefill]) -> float | None:
+    """How many times as fast as dense attention, run as the record was; ``None`` if there is no such record."""
+    run = (record.title, record.tokens, record.threads, record.dtype)
+    dense = [d for d in records if d.method == "dense" and (d.title, d.tokens, d.threads, d.dtype) == run]
+    return dense[0].median / record.median if dense and record.method != "dense" else None
 
 
 def table(records: list[Prefill]) -> list[tuple[str, ...]]:
     """Rows of text: tokens, method, time to first token, speed-up over dense, the parts, memory added."""
     rows = []
     for r in records:
-        dense = [d for d in records if d.method == "dense" and (d.title, d.tokens) == (r.title, r.tokens)]
-        ratio = f"{dense[0].median / r.median:.2f}" if dense and r.method != "dense" else ""
+        times = faster(r, records)
+        ratio = "" if times is None else f"{times:.2f}"
         added = "" if r.extra_bytes is None else f"{r.extra_bytes / 1e6:,.0f}"
         parts = (f"{r.parts.get(part, 0.0):.2f}" for part in PARTS)
         rows.append((f"{r.tokens:,}", r.name, f"{r.median:.2f}", ratio, *parts, added))
