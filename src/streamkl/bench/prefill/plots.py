@@ -19,6 +19,7 @@ COLOURS = {"projections": "#9ecae1", "selection": "#d95f02", "attention": "#1f77
 def draw(records: list[Prefill], path: Path) -> None:
     """One row of bars per model: a bar per method and length, its parts side by side."""
     titles = list(dict.fromkeys(r.title for r in records))
+    differ = len({(r.threads, r.dtype) for r in records}) > 1
     heights = [sum(r.title == title for r in records) for title in titles]
     figure, rows = plt.subplots(
         len(titles), 1, figsize=(8.5, 1.4 + 0.8 * len(titles) + 0.42 * sum(heights)), layout="constrained",
@@ -35,10 +36,8 @@ def draw(records: list[Prefill], path: Path) -> None:
             times = faster(r, of_model)
             beside = "" if times is None else f"   {times:.1f}x"
             axes.text(left, line, f"  {r.median:.1f} s{beside}", va="center", fontsize=9)
-        run = {(r.threads, r.dtype) for r in records}
         labels = [
-            f"{r.tokens:,} tokens, {r.name}" + (f", {r.threads} threads, {r.dtype}" if len(run) > 1 else "")
-            for r in of_model
+            f"{r.tokens:,} tokens, {r.name}" + (f", {r.threads} threads, {r.dtype}" if differ else "") for r in of_model
         ]
         axes.set_yticks(range(len(of_model)), labels, fontsize=9)
         axes.invert_yaxis()

@@ -64,6 +64,11 @@ class Prefill:
         return f"{Path(self.model).name}{drawn}{layers}{returned}"
 
     @property
+    def setting(self) -> tuple[str, int, int, str]:
+        """What dense and sparse attention have in common where one stands beside the other."""
+        return self.title, self.tokens, self.threads, self.dtype
+
+    @property
     def name(self) -> str:
         """The method and its budget."""
         if self.method == "dense":
@@ -79,15 +84,14 @@ def append(path: Path, record: Prefill) -> None:
 
 
 def read(path: Path) -> list[Prefill]:
-    """All records, in the order of the file; of two for the same model, length, method and machine the later one."""
+    """All records, in the order of the file; of two of one setting and method the later one."""
     records = (Prefill(**json.loads(line)) for line in path.read_text().splitlines())
-    return list({(r.title, r.tokens, r.name, r.threads, r.dtype): r for r in records}.values())
+    return list({(r.setting, r.name): r for r in records}.values())
 
 
 def faster(record: Prefill, records: list[Prefill]) -> float | None:
-    """How many times as fast as dense attention, run as the record was; ``None`` if there is no such record."""
-    run = (record.title, record.tokens, record.threads, record.dtype)
-    dense = [d for d in records if d.method == "dense" and (d.title, d.tokens, d.threads, d.dtype) == run]
+    """How many times as fast as dense attention in the same setting; ``None`` if there is no such record."""
+    dense = [d for d in records if d.method == "dense" and d.setting == record.setting]
     return dense[0].median / record.median if dense and record.method != "dense" else None
 
 
