@@ -22,6 +22,31 @@ void add_heads(const float* heads, float* x, const Part& part, float factor, con
     }
 }
 
+// What a relu does to a product before its scale: nothing, or it cuts off one side.
+enum class Cut { kNone, kNegative, kPositive };
+
+// The same sum for sixteen rows from i on and sixteen keys from j on: sums[l] is that of key j + l. The scale is part of
+// the weights.
+template <Cut cut>
+STREAMKL_INLINE void sum_heads(const float* heads, const float* x, int64_t i, int64_t j, float factor, const Row* weights, int64_t row, int64_t count, int64_t apart, Lanes* sums) {
+  Lanes sum[kLanes];
+#pragma GCC unroll 16
+  for (int l = 0; l < kLanes; l++) sum[l] = x == nullptr ? Lanes{} : load(x + (j + l) * kStrip + i);
+  for (int64_t n = 0; n < count; n++) {
+    const Lanes weight = weights[n][row] * factor;
+    const float* from = heads + j * kStrip + n * apart + i;
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanes; l++) {
+      Lanes value = load(from + l * kStrip);
+      if constexpr (cut == Cut::kNegative) value = max(Lanes{}, value);
+      if constexpr (cut == Cut::kPositive) value = min(Lanes{}, value);
+      sum[l] = fma(value, weight, sum[l]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int l = 0; l < kLanes; l++) sums[l] = sum[l];
+}
+
 // dx of a head from db, the gradient of the sum; it overwrites the head's x. Where db is 0, dx is 0, even if x is nan.
 template <bool relu>
 void head_gradient(float* head, const float* db, const Part& part, float factor, const Row& weight, Row& d_weight) {
@@ -80,11 +105,47 @@ class Student {
   // x[j, i - i0] for the part's keys and rows, kStrip rows apart.
   void product(const Part& part, float* x) {
     if (!head_summed_) return side_->product(0, part, x);
-    const auto add = side_->relu ? &add_heads<true> : &add_heads<false>;
-    for (int64_t strip = 0; strip < strips(); strip++) {
-      multiply(strip, part);
-      add(heads_of(strip), x, part, static_cast<float>(side_->scale), &weight_[strip * strip_heads_], strip_heads_, rows_, strip == 0);
+    add_strips(part, strips(), x);
+  }
+
+  // The same, and visit(i, j, x) with what it is for sixteen rows and the sixteen keys j ... j + 15, which are not kept:
+  // x[l] is key j + l, and i counts from the part's first row.
+  template <typename Visit>
+  void product(const Part& part, float* x, const Visit& visit) {
+    const auto each = [&](const auto& sixteen) {
+      for (int64_t i = 0; i < part.i1 - part.i0; i += kLanes)
+        for (int64_t j = part.j0; j < part.j1; j += kLanes) {
+          Lanes found[kLanes];
+          sixteen(i, j, found);
+          visit(i, j, found);
+        }
+    };
+    if (!head_summed_) {
+      side_->product(0, part, x);
+      return each([&](int64_t i, int64_t j, Lanes* found) {
+        for (int l = 0; l < kLanes; l++) found[l] = load(x + (j + l) * kStrip + i);
+      });
     }
+    const int64_t last = strips() - 1;
+    add_strips(part, last, x);
+    const auto sum = [&](auto cut) {
+      for (int64_t first = part.j0; first < part.j1; first += 256) {
+        const Part few{part.i0, part.i1, first, std::min(first + 256, part.j1)};
+        float* heads = heads_of(last) - first * kStrip;
+        side_->product(last / strips_of_slot(), within(last, few), heads);
+        for (int64_t i = 0; i < few.i1 - few.i0; i += kLanes)
+          for (int64_t j = few.j0; j < few.j1; j += kLanes) {
+            Lanes found[kLanes];
+            sum_heads<cut()>(
+                heads, last == 0 ? nullptr : x, i, j, static_cast<float>(side_->scale), &weight_[last * strip_heads_], part.i0 + i,
+                strip_heads_, rows_, found);
+            visit(i, j, found);
+          }
+      }
+    };
+    if (!side_->relu) sum(std::integral_constant<Cut, Cut::kNone>{});
+    else if (side_->scale > 0.0) sum(std::integral_constant<Cut, Cut::kNegative>{});
+    else sum(std::integral_constant<Cut, Cut::kPositive>{});
   }
 
   // As in DenseSide; dx is the gradient of the result of product(), the last one of the part.
@@ -140,6 +201,14 @@ class Student {
   float* heads_of(int64_t strip) const { return head_.data() + (kept_ ? strip * kBlockK * kStrip : 0); }
   void multiply(int64_t strip, const Part& part) {
     side_->product(strip / strips_of_slot(), within(strip, part), heads_of(strip));
+  }
+  // Adds up the heads of the first strips.
+  void add_strips(const Part& part, int64_t count, float* x) {
+    const auto add = side_->relu ? &add_heads<true> : &add_heads<false>;
+    for (int64_t strip = 0; strip < count; strip++) {
+      multiply(strip, part);
+      add(heads_of(strip), x, part, static_cast<float>(side_->scale), &weight_[strip * strip_heads_], strip_heads_, rows_, strip == 0);
+    }
   }
   // Sets the gradient of a strip's heads, from that of their sum.
   void set_heads(int64_t strip, const Part& part) {

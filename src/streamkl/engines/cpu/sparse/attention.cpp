@@ -20,6 +20,9 @@ constexpr int64_t kValuesAhead = 8;            // values that are fetched ahead 
 constexpr int64_t kSingleHeads = 32;           // of a key head, at most, for single rows: those of more heads are a product
 constexpr int64_t kRows = 32;                  // rows of a product of logits: they stay in the first-level cache
 
+template <int turn>
+using Turn = std::integral_constant<int, turn>;
+
 // The softmax of rows of a tile, lanes along the keys. Logits are multiplied by log2 e for kFast.
 template <Precision precision>
 struct Softmax {
@@ -34,26 +37,30 @@ struct Softmax {
     const uint16_t* own;
   };
 
+  // visit(j, mask, turn): turn is 0 or 1, for sums that are kept in two parts.
   template <typename Visit>
   STREAMKL_INLINE static void each(const Run& run, const Visit& visit) {
     const int64_t first = run.begin / kLanes * kLanes, full = round_up(run.begin, kLanes), last = run.end / kLanes * kLanes;
+    const auto two = [&](int64_t j, int64_t end, const auto& mask_of) {
+      for (; j + kLanes < end; j += 2 * kLanes) {
+        visit(j, mask_of(j), Turn<0>{});
+        visit(j + kLanes, mask_of(j + kLanes), Turn<1>{});
+      }
+      if (j < end) visit(j, mask_of(j), Turn<0>{});
+    };
     const auto masked = [&](int64_t j) {
       const Ints key = iota() + static_cast<int32_t>(j);
-      visit(j, (key >= static_cast<int32_t>(run.begin)) & (key < static_cast<int32_t>(run.end)));
+      visit(j, (key >= static_cast<int32_t>(run.begin)) & (key < static_cast<int32_t>(run.end)), Turn<1>{});
     };
-    int64_t j = first;
-    if (run.own != nullptr) {
-      for (; j < run.end; j += kLanes) visit(j, LaneBits{run.own[j / kLanes]});
-      return;
-    }
-    if (j < full) masked(j), j = full;
-    for (; j < last; j += kLanes) visit(j, All{});
-    if (j < run.end) masked(j);
+    if (run.own != nullptr) return two(first, run.end, [&](int64_t j) { return LaneBits{run.own[j / kLanes]}; });
+    if (first < full) masked(first);
+    two(full, last, [](int64_t) { return All{}; });
+    if (std::max(full, last) < run.end) masked(last);
   }
 
   STREAMKL_INLINE float top(const float* x, const Run& run) const {
     Lanes top = splat(-kInf);
-    each(run, [&](int64_t j, auto mask) { top = max(select(mask, load(x + j) * factor, splat(-kInf)), top); });
+    each(run, [&](int64_t j, auto mask, auto) { top = max(select(mask, load(x + j) * factor, splat(-kInf)), top); });
     return largest(top);
   }
 
@@ -62,13 +69,12 @@ struct Softmax {
   STREAMKL_INLINE float weights(const float* x, const Run& run, float m, P* p) const {
     const float at = m == -kInf ? 0.0f : m;  // logits of -inf have weight 0; the next tile may have others
     Lanes total[2] = {};
-    int turn = 0;
-    each(run, [&](int64_t j, auto mask) {
+    each(run, [&](int64_t j, auto mask, auto turn) {
       Lanes weight;
       if constexpr (precision == Precision::kFast) weight = power_of_two(fma(load(x + j), splat(factor), splat(-at)));
       else weight = exponential<precision>(load(x + j) * factor - at);
       weight = select(mask, weight, Lanes{});
-      total[turn ^= 1] += weight;
+      total[turn()] += weight;
       if constexpr (std::is_same_v<P, float>) store(p + j, weight);
       else store(p + j, rounded(weight));
     });

@@ -42,6 +42,30 @@ struct UnionRows {
   }
 };
 
+// A set of places with a byte each: unlike bits of one word, neighbours are set without waiting for each other.
+class Flags {
+ public:
+  explicit Flags(int64_t places) : flags_(round_up(places, kLanes)) {}
+
+  template <typename Place>
+  void set(const SortedKeys& row, const Place& place) {
+    uint8_t* const flags = flags_.data();
+    for (int64_t c = 0; c < row.count; c++) flags[place(row.keys[c])] = 0xff;
+  }
+  // Visits sixteen places at a time, of at least the first `places`, with a bit for each, and clears them.
+  template <typename Visit>
+  void take(int64_t places, const Visit& visit) {
+    for (int64_t at = 0; at < places; at += kLanes) {
+      const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(flags_.data() + at));
+      visit(at, static_cast<uint32_t>(_mm_movemask_epi8(some)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(flags_.data() + at), _mm_setzero_si128());
+    }
+  }
+
+ private:
+  std::vector<uint8_t> flags_;
+};
+
 // Builds unions. A value that is not finite would reach all rows of a product, even those with a weight of 0 for it, so
 // query blocks that selected such a key stay apart, or it is left to them. finite [B, Nk] says which keys have finite
 // values.
@@ -49,7 +73,7 @@ class KeyUnion {
  public:
   KeyUnion(const std::vector<QueryBlock>& blocks, const SortedTopk& topk, const Window& window, int64_t group, const Tensor& finite, bool single_rows)
       : blocks_(blocks), topk_(topk), window_(window), group_(group), finite_(finite.const_data_ptr<bool>()), nk_(finite.size(1)),
-        single_rows_(single_rows), marks_(nk_), place_(nk_), rows_of_(nk_) {}
+        single_rows_(single_rows), selected_(nk_), own_(nk_ + kLanes), place_(nk_), rows_of_(nk_) {}
 
   // Merges the query blocks [first, last) of a sequence if that is cheaper than attending to each by itself, else tries
   // each half.
@@ -60,21 +84,25 @@ class KeyUnion {
     int64_t apart = 0, merged_cost = 0;
     for (int64_t n = first; n < last; n++) {
       apart += topk_[n].count * (is_single(n) ? singly(1) : together(blocks_[n].rows));
-      for (int64_t c = 0; c < topk_[n].count; c++) {
-        marks_.mark(topk_[n].keys[c]);
-        if (single_rows_) rows_of_[topk_[n].keys[c]] += static_cast<int32_t>(blocks_[n].rows);
-      }
+      const SortedKeys row = topk_[n];
+      selected_.set(row, [](int32_t key) { return key; });
+      if (single_rows_)
+        for (int64_t c = 0; c < row.count; c++) rows_of_[row.keys[c]] += static_cast<int32_t>(blocks_[n].rows);
     }
     const bool* finite = finite_ + rows.seq.batch * nk_ + rows.seq.k_start;
     std::vector<int32_t> keys;
+    const auto nowhere = static_cast<int32_t>(round_up(nk_, kLanes));  // the place of a key that is left to single rows
     bool harmless = true;
-    marks_.take([&](int64_t key) {
-      const int64_t cost = single_rows_ ? singly(std::exchange(rows_of_[key], 0)) : 0;
-      const bool left = single_rows_ && (!finite[key] || cost < together(rows.rows));
-      harmless &= left || finite[key];
-      merged_cost += left ? cost : together(rows.rows);
-      place_[key] = left ? kLeft : static_cast<int32_t>(keys.size());
-      if (!left) keys.push_back(static_cast<int32_t>(key));
+    selected_.take(nk_, [&](int64_t at, uint32_t bits) {
+      for (; bits != 0; bits &= bits - 1) {
+        const int64_t key = at + __builtin_ctz(bits);
+        const int64_t cost = single_rows_ ? singly(std::exchange(rows_of_[key], 0)) : 0;
+        const bool left = single_rows_ && (!finite[key] || cost < together(rows.rows));
+        harmless &= left || finite[key];
+        merged_cost += left ? cost : together(rows.rows);
+        place_[key] = left ? nowhere : static_cast<int32_t>(keys.size());
+        if (!left) keys.push_back(static_cast<int32_t>(key));
+      }
     });
     if (!harmless || merged_cost >= apart) {
       const int64_t middle = (first + last) / 2;
@@ -83,14 +111,16 @@ class KeyUnion {
     }
     const int64_t count = keys.size();
     UnionRows merged{rows, {keys.data(), count}, std::move(keys), {}};
-    merged.own.assign(rows.rows * merged.words(), 0);
+    merged.own.resize(rows.rows * merged.words());
     for (int64_t n = first; n < last; n++)
       for (int64_t i = 0; i < blocks_[n].rows; i++) {
         uint16_t* own = merged.own.data() + (blocks_[n].i0 - rows.i0 + i) * merged.words();
-        each_seen(n, i, [&](int32_t key) {
-          if (place_[key] == kLeft) merged.rest_keys.push_back(key);
-          else own[place_[key] / kLanes] |= 1 << place_[key] % kLanes;
-        });
+        const SortedKeys row = seen(n, i);
+        const int32_t* place = place_.data();
+        own_.set(row, [place](int32_t key) { return place[key]; });
+        for (int64_t c = 0; single_rows_ && c < row.count; c++)
+          if (place[row.keys[c]] == nowhere) merged.rest_keys.push_back(row.keys[c]);
+        own_.take(count, [&](int64_t at, uint32_t bits) { own[at / kLanes] = static_cast<uint16_t>(bits); });
         if (single_rows_) merged.rest_ends.push_back(merged.rest_keys.size());
       }
     merged.rest = merged.rest_keys.data();
@@ -98,8 +128,6 @@ class KeyUnion {
   }
 
  private:
-  static constexpr int32_t kLeft = -1;
-
   int64_t together(int64_t rows) const { return kGather + rows * group_; }
   int64_t singly(int64_t rows) const { return rows * (kSingle + group_); }
   bool is_single(int64_t n) const { return single_rows_ && blocks_[n].rows == 1; }
@@ -109,11 +137,12 @@ class KeyUnion {
     return {blocks_[n], topk_[n], {}, {}};
   }
 
-  template <typename Visit>
-  void each_seen(int64_t n, int64_t i, const Visit& visit) const {
-    const int64_t begin = window_.first(blocks_[n].on + i), end = window_.last(blocks_[n].on + i);
-    for (int64_t c = 0; c < topk_[n].count; c++)
-      if (topk_[n].keys[c] >= begin && topk_[n].keys[c] < end) visit(topk_[n].keys[c]);
+  // The keys of a query block that one of its rows sees.
+  SortedKeys seen(int64_t n, int64_t i) const {
+    const SortedKeys all = topk_[n];
+    const auto place = [&](int64_t key) { return std::lower_bound(all.keys, all.keys + all.count, key); };
+    const int32_t *first = place(window_.first(blocks_[n].on + i)), *last = place(window_.last(blocks_[n].on + i));
+    return {first, std::max<int64_t>(0, last - first)};
   }
 
   const std::vector<QueryBlock>& blocks_;
@@ -123,7 +152,7 @@ class KeyUnion {
   const bool* const finite_;
   const int64_t nk_;
   const bool single_rows_;
-  Marks marks_;
+  Flags selected_, own_;
   std::vector<int32_t> place_, rows_of_;
 };
 

@@ -5,6 +5,9 @@
 #include "sparse/shared_topk.h"
 #include "sparse/topk.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
 namespace streamkl::cpu {
 namespace {
 
@@ -34,6 +37,14 @@ class IndexScores {
   void take_rows(const Block& block, const Window& window) {
     student_.take_rows(block, 0, false);
     if (normalised_) take_lse(block, window);
+  }
+  // visit(i, j, x) with the scores of sixteen rows from i on and sixteen keys from j on, if they are not normalised.
+  template <typename Visit>
+  void each_sixteen(const Block& block, const KeyTile& tile, const Window& window, const Visit& visit) {
+    student_.take_keys(block, tile, 0, false);
+    each_part(block, tile, window, false, [&](const Part& part) {
+      student_.product(part, x_.data(), [&](int64_t i, int64_t j, Lanes* x) { visit(part.i0 + i, j, x); });
+    });
   }
   template <typename Visit>
   void each(const Block& block, const KeyTile& tile, const Window& window, const Visit& visit) {
@@ -100,6 +111,17 @@ class AttentionScores {
     target_.compute(block, tile, window, 0, x_.data(), p_.data());
     each_part(block, tile, window, false, [&](const Part& part) { visit(part, p_.data() + part.i0 * kBlockK); });
   }
+  template <typename Visit>
+  void each_sixteen(const Block& block, const KeyTile& tile, const Window& window, const Visit& visit) {
+    each(block, tile, window, [&](const Part& part, const float* p) {
+      for (int64_t i = part.i0; i < part.i1; i += kLanes)
+        for (int64_t j = part.j0; j < part.j1; j += kLanes) {
+          Lanes x[kLanes];
+          for (int l = 0; l < kLanes; l++) x[l] = load(p + (j + l) * kStrip + i - part.i0);
+          visit(i, j, x);
+        }
+    });
+  }
 
  private:
   Target target_;
@@ -130,7 +152,8 @@ class Selection {
     low_ = std::max<int64_t>(0, window_.first(task.i0 + task.seq.diagonal));
     const int64_t high = std::min(task.seq.k_len, window_.last(task.i1 - 1 + task.seq.diagonal));
     stride_ = round_up(std::max<int64_t>(0, high - low_), kLanes) + 2 * kLanes;
-    std::fill_n(scores_.reserve(query_blocks * stride_), query_blocks * stride_, -kInf);
+    scores_.reserve(query_blocks * stride_);
+    if (query_block_ > 1) std::fill_n(scores_.data(), query_blocks * stride_, -kInf);
     for (int64_t i0 = task.i0; i0 < task.i1; i0 += rows_) score_rows(task, i0, std::min(i0 + rows_, task.i1));
     for (int64_t n = 0; n < query_blocks; n++) {
       int32_t* keys = out_.data_ptr<int32_t>() + (task.seq.batch * out_.size(1) + task.first_block + n) * out_.size(2);
@@ -149,7 +172,10 @@ class Selection {
     const Block rows{task.seq, i0, i1, j0, j1};
     source_.take_rows(rows, window_);
     each_tile(rows, [&](const KeyTile& tile) {
-      source_.each(rows, tile, window_, [&](const Part& part, const float* x) { reduce(task, rows, tile, part, x); });
+      if (query_block_ == 1)
+        source_.each_sixteen(rows, tile, window_, [&](int64_t i, int64_t j, Lanes* x) { put(rows, tile, i, j, x); });
+      else
+        source_.each(rows, tile, window_, [&](const Part& part, const float* x) { reduce(task, rows, tile, part, x); });
     });
   }
 
@@ -186,6 +212,7 @@ class Selection {
   // A score of nan counts as -inf.
   STREAMKL_INLINE Lanes finished(Lanes top) const {
     top = max(top, splat(-kInf));
+    if (scale_ == 1.0f && !source_.relu()) return top;
     const Lanes score = source_.relu() ? max(top * scale_, Lanes{}) : top * scale_;
     return select(top == -kInf, top, score);
   }
@@ -228,18 +255,41 @@ class Selection {
 
   // Rows of several query blocks.
   void reduce_apart(const SelectionTask& task, const Block& rows, const KeyTile& tile, const Part& part, const Group& group, const float* x) {
-    alignas(64) float turned[kLanes * kLanes];
-    alignas(64) float block[kLanes * kLanes];
     const int64_t first = rows.i0 - task.i0 + part.i0 + group.i, count = std::min(kLanes, part.i1 - part.i0 - group.i);
     for (int64_t j = part.j0; j < part.j1; j += kLanes) {
       if (none(group.span, j)) continue;
-      for (int l = 0; l < kLanes; l++) store(block + l * kLanes, seen(group.span, j + l, load(x + (j + l) * kStrip + group.i)));
-      transpose_words(block, kLanes * sizeof(float), turned, kLanes * sizeof(float));
+      Lanes scores[kLanes];
+      for (int l = 0; l < kLanes; l++) scores[l] = seen(group.span, j + l, load(x + (j + l) * kStrip + group.i));
+      turn(scores);
       for (int64_t l = 0; l < count; l++) {
         float* to = scores_at((first + l) / query_block_, tile, j);
-        store(to, max(finished(load(turned + l * kLanes)), load(to)));
+        store(to, max(scores[l], load(to)));
       }
     }
+  }
+
+  // Rows that are query blocks: the scores of sixteen from i on with the keys j ... j + 15 of a tile.
+  void put(const Block& rows, const KeyTile& tile, int64_t i, int64_t j, Lanes* scores) {
+    const int64_t on = rows.i0 + i + rows.seq.diagonal, key = tile.j0 + j, end = key + kLanes;
+    if (window_.first(on + kLanes - 1) > key || window_.last(on) < end || tile.j1 < end) {
+      const Span span = window_.span(on, key, std::min(end, tile.j1), key);
+      for (int l = 0; l < kLanes; l++) scores[l] = seen(span, l, scores[l]);
+    }
+    turn(scores);
+    float* to = scores_at(i, tile, j);
+    if (i + kLanes <= rows.rows()) {
+#pragma GCC unroll 16
+      for (int l = 0; l < kLanes; l++) store(to + l * stride_, scores[l]);
+    } else {
+      for (int64_t l = 0; l < rows.rows() - i; l++) store(to + l * stride_, scores[l]);
+    }
+  }
+
+  // From vectors of rows to vectors of keys.
+  STREAMKL_INLINE void turn(Lanes* scores) const {
+#pragma GCC unroll 16
+    for (int l = 0; l < kLanes; l++) scores[l] = finished(scores[l]);
+    transpose(scores);
   }
 
   // Puts the keys on the diagonal of a query block before all others.
@@ -268,7 +318,6 @@ constexpr int64_t kQueryBlocks = 16;  // rows of scores that a thread holds, at 
 
 template <typename Make>
 Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t query_blocks, int64_t query_block, const Window& window, int64_t rows, bool sorted, bool fast, const Make& make) {
-  const auto out = at::full({q.size(0), query_blocks, topk}, -1, q.options().dtype(at::kInt));
   const int64_t together = std::clamp<int64_t>(rows / query_block, 1, kQueryBlocks) * query_block;
   std::vector<SelectionTask> tasks;
   const auto sequences = table.contiguous();
@@ -277,6 +326,12 @@ Tensor select(const Tensor& q, const Tensor& table, int64_t topk, int64_t query_
     for (int64_t i0 = 0; i0 < p[2]; i0 += together)
       tasks.push_back({{p[0], p[1], p[2], p[3], p[4], p[5]}, i0, std::min(i0 + together, p[2]), p[6] + i0 / query_block});
   const int64_t count = tasks.size();
+  int64_t selected = 0;
+  for (const auto& task : tasks) selected += (task.i1 - task.i0 + query_block - 1) / query_block;
+  const std::vector<int64_t> shape{q.size(0), query_blocks, topk};
+  const auto options = q.options().dtype(at::kInt);
+  // Query blocks past the last packed sequence select nothing.
+  const auto out = selected == q.size(0) * query_blocks ? at::empty(shape, options) : at::full(shape, -1, options);
   on_all_threads(count, [&](const auto& next) {
     const FlushDenormals flush(fast);
     Selection selection(make(), window, query_block, rows, sorted, out);

@@ -36,11 +36,11 @@ struct SortedKeys {
   int64_t count;
 };
 
-// Sorted copies of the rows of indices [B, query_blocks, K], one per query block.
+// The rows of indices [B, query_blocks, K], one per query block: where they lie if their keys rise, else sorted copies.
 class SortedTopk {
  public:
   SortedTopk(const Tensor& indices, const std::vector<QueryBlock>& blocks, const Window& window, int64_t nk)
-      : columns_(indices.size(2)), sorted_(std::max<int64_t>(1, blocks.size() * columns_)), counts_(blocks.size()) {
+      : columns_(indices.size(2)), sorted_(std::max<int64_t>(1, blocks.size() * columns_)), rows_(blocks.size()) {
     const int32_t* from = indices.const_data_ptr<int32_t>();
     const auto row_of = [&](int64_t n) -> SelectedRow<int32_t> {
       return {from + (blocks[n].seq.batch * indices.size(1) + blocks[n].index) * columns_, columns_, 1};
@@ -50,30 +50,29 @@ class SortedTopk {
       Marks marks(nk);
       for (int64_t n; (n = next()) >= 0;) {
         const auto& rows = blocks[n];
-        int32_t* to = sorted_.data() + n * columns_;
         const int64_t low = std::max<int64_t>(0, window.first(rows.on));
         const int64_t high = std::min(rows.seq.k_len, window.last(rows.on + rows.rows - 1));
         const SelectedRow<int32_t> row = row_of(n);
         if (const int64_t count = rising(row.keys, columns_, nk); count >= 0) {
           const int32_t *first = std::lower_bound(row.keys, row.keys + count, low), *last = std::lower_bound(first, row.keys + count, high);
-          std::copy(first, last, to);
-          counts_[n] = last - first;
+          rows_[n] = {first, last - first};
           continue;
         }
         if (!mark_row(row, nk, marks)) wrong.note(n);
+        int32_t* to = sorted_.data() + n * columns_;
         int64_t count = 0;
         marks.take([&](int64_t key) {
           if (key >= low && key < high) to[count++] = static_cast<int32_t>(key);
         });
-        counts_[n] = count;
+        rows_[n] = {to, count};
       }
     });
     if (!wrong.none()) refuse(row_of(wrong.row()), nk);
   }
 
-  SortedKeys operator[](int64_t n) const { return {sorted_.data() + n * columns_, counts_[n]}; }
+  SortedKeys operator[](int64_t n) const { return rows_[n]; }
   // How many keys they can hold.
-  int64_t places() const { return static_cast<int64_t>(counts_.size()) * columns_; }
+  int64_t places() const { return static_cast<int64_t>(rows_.size()) * columns_; }
 
  private:
   // How many keys a row has if they rise and -1 follows them, or -1: such a row is sorted, and none is there twice.
@@ -100,7 +99,7 @@ class SortedTopk {
 
   const int64_t columns_;
   Buffer<int32_t> sorted_;
-  std::vector<int64_t> counts_;
+  std::vector<SortedKeys> rows_;
 };
 
 }  // namespace streamkl::cpu

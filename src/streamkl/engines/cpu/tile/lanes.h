@@ -134,13 +134,10 @@ STREAMKL_INLINE void store_paired(void* to, Pairs even, Pairs odd) {
   store(static_cast<char*>(to) + sizeof(Pairs), both.high);
 }
 
-// to[c][r] = row(r)[c], 16 x 16 words: four perfect shuffles of the whole swap rows and columns. Of fewer rows or
-// columns, which cost less, the others are 0 or left out.
-template <int rows = 16, int columns = 16, typename Row>
-STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes) {
-  Words x[16], y[16];
-#pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) x[r] = r < rows ? load<Words>(row(r)) : Words{};
+// Swaps rows and columns of 16 x 16 words: by four perfect shuffles of the whole.
+template <typename V>
+STREAMKL_INLINE void transpose(V* x) {
+  V y[16];
 #pragma GCC unroll 4
   for (int stage = 0; stage < 4; stage++) {
 #pragma GCC unroll 8
@@ -152,6 +149,15 @@ STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes)
 #pragma GCC unroll 16
     for (int r = 0; r < 16; r++) x[r] = y[r];
   }
+}
+
+// to[c][r] = row(r)[c], 16 x 16 words. Of fewer rows or columns, which cost less, the others are 0 or left out.
+template <int rows = 16, int columns = 16, typename Row>
+STREAMKL_INLINE void transpose_words(const Row& row, void* to, int64_t to_bytes) {
+  Words x[16];
+#pragma GCC unroll 16
+  for (int r = 0; r < 16; r++) x[r] = r < rows ? load<Words>(row(r)) : Words{};
+  transpose(x);
 #pragma GCC unroll 16
   for (int r = 0; r < columns; r++) store(static_cast<char*>(to) + r * to_bytes, x[r]);
 }

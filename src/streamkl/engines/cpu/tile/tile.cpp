@@ -44,8 +44,9 @@ class TypedDenseSide final : public DenseSide {
     keys_ = keys;
     const int64_t padded = round_up(keys, kLanes);
     const T* from = k_ + batch * k_strides_.batch + kv_head * k_strides_.head + key * k_strides_.token;
-    // Prefetch the next tile's keys while this one is processed.
-    for (int64_t j = keys; j < keys + kBlockK; j++) fetch(from + j * k_strides_.token, dim * sizeof(T));
+    // Prefetch the next tile's keys while this one is processed. Keys one after another the CPU fetches by itself.
+    if (k_strides_.token != dim)
+      for (int64_t j = keys; j < keys + kBlockK; j++) fetch(from + j * k_strides_.token, dim * sizeof(T));
     bool copied = true;
     if constexpr (std::is_same_v<T, P>) {
       if (k_strides_.dim == 1 && k_strides_.token >= dim && k_strides_.token <= kFar && dim == width_ && keys == padded) {
