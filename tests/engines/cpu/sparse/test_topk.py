@@ -9,6 +9,12 @@ from streamkl.sparse import index_topk
 INF, NAN = float("inf"), float("nan")
 
 
+def sampled(count: int) -> Tensor:
+    """The places of the scores that bound a top-k: one of eight. Where they are the highest, too few exceed the bound."""
+    place = torch.arange(count) % 128
+    return (place % 17 == 0) | (place % 17 == 8)
+
+
 def rows_of_scores(count: int) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(count)
     normal = torch.randn(count, generator=rng)
@@ -28,6 +34,7 @@ def rows_of_scores(count: int) -> dict[str, Tensor]:
         "infinite": torch.where(some < 0.2, INF, torch.where(some > 0.8, -INF, normal)),
         "not numbers": torch.where(some < 0.3, NAN, normal),
         "none": torch.full((count,), NAN),
+        "high where sampled": torch.where(sampled(count), normal + 100, normal),
     }
 
 

@@ -9,59 +9,60 @@
 
 namespace streamkl::cpu {
 
-// x[keys, rows] (+)= the sum of weight relu(scale x of a head) over heads that lie `apart` rows apart.
-template <bool relu>
-void add_heads(const float* heads, float* x, const Part& part, float factor, const Row* weights, int64_t count, int64_t apart, bool first) {
-  const Lanes scale = splat(factor);
+// What the relu of scale x does to x: nothing, if there is none, or it cuts off one side.
+enum class Cut { kNone, kNegative, kPositive };
+
+template <Cut cut>
+STREAMKL_INLINE Lanes cut_off(Lanes x) {
+  if constexpr (cut == Cut::kNegative) return max(Lanes{}, x);
+  if constexpr (cut == Cut::kPositive) return min(Lanes{}, x);
+  return x;
+}
+
+// x[keys, rows] (+)= the sum of weight relu(scale x of a head) over heads that lie `apart` rows apart. The weights are
+// times the scale, here and below.
+template <Cut cut>
+void add_heads(const float* heads, float* x, const Part& part, const Row* weights, int64_t count, int64_t apart, bool first) {
   for (int64_t j = part.j0; j < part.j1; j++)
     for (int64_t i = 0; i < part.i1 - part.i0; i += kLanes) {
-      const auto value = [&](int64_t n) { return logit<relu>(load(heads + j * kStrip + n * apart + i), scale) * weights[n][part.i0 + i]; };
-      Lanes sum = first ? value(0) : load(x + j * kStrip + i) + value(0);
-      for (int64_t n = 1; n < count; n++) sum += value(n);
+      Lanes sum = first ? Lanes{} : load(x + j * kStrip + i);
+      for (int64_t n = 0; n < count; n++) sum = fma(cut_off<cut>(load(heads + j * kStrip + n * apart + i)), weights[n][part.i0 + i], sum);
       store(x + j * kStrip + i, sum);
     }
 }
 
-// What a relu does to a product before its scale: nothing, or it cuts off one side.
-enum class Cut { kNone, kNegative, kPositive };
-
-// The same sum for sixteen rows from i on and sixteen keys from j on: sums[l] is that of key j + l. The scale is part of
-// the weights.
+// The same sum for sixteen rows from i on, those of the weights from `row` on, and sixteen keys from j on: sums[l] is that
+// of key j + l. x, the sum of the heads before, is null for the first ones.
 template <Cut cut>
-STREAMKL_INLINE void sum_heads(const float* heads, const float* x, int64_t i, int64_t j, float factor, const Row* weights, int64_t row, int64_t count, int64_t apart, Lanes* sums) {
+STREAMKL_INLINE void sum_heads(const float* heads, const float* x, int64_t i, int64_t j, const Row* weights, int64_t row, int64_t count, int64_t apart, Lanes* sums) {
   Lanes sum[kLanes];
 #pragma GCC unroll 16
   for (int l = 0; l < kLanes; l++) sum[l] = x == nullptr ? Lanes{} : load(x + (j + l) * kStrip + i);
   for (int64_t n = 0; n < count; n++) {
-    const Lanes weight = weights[n][row] * factor;
+    const Lanes weight = weights[n][row];
     const float* from = heads + j * kStrip + n * apart + i;
 #pragma GCC unroll 16
-    for (int l = 0; l < kLanes; l++) {
-      Lanes value = load(from + l * kStrip);
-      if constexpr (cut == Cut::kNegative) value = max(Lanes{}, value);
-      if constexpr (cut == Cut::kPositive) value = min(Lanes{}, value);
-      sum[l] = fma(value, weight, sum[l]);
-    }
+    for (int l = 0; l < kLanes; l++) sum[l] = fma(cut_off<cut>(load(from + l * kStrip)), weight, sum[l]);
   }
 #pragma GCC unroll 16
   for (int l = 0; l < kLanes; l++) sums[l] = sum[l];
 }
 
 // dx of a head from db, the gradient of the sum; it overwrites the head's x. Where db is 0, dx is 0, even if x is nan.
-template <bool relu>
-void head_gradient(float* head, const float* db, const Part& part, float factor, const Row& weight, Row& d_weight) {
-  const Lanes scale = splat(factor);
+template <Cut cut>
+void head_gradient(float* head, const float* db, const Part& part, float scale, const Row& weight, Row& d_weight) {
   for (int64_t i = 0; i < part.i1 - part.i0; i += kLanes) {
-    const Lanes by = weight[part.i0 + i] * scale;
+    const Lanes by = weight[part.i0 + i];
     Lanes sum[4] = {};  // in four parts, to be more exact
     for (int64_t j = part.j0; j < part.j1; j++) {
       const Lanes x = load(head + j * kStrip + i), d = load(db + j * kStrip + i);
-      sum[j % 4] += select(d == 0.0f, Lanes{}, d * logit<relu>(x, scale));
+      sum[j % 4] = select(d == 0.0f, sum[j % 4], fma(d, cut_off<cut>(x), sum[j % 4]));
       Lanes dx = select(d == 0.0f, Lanes{}, d * by);
-      if constexpr (relu) dx = select(x * scale <= 0.0f, Lanes{}, dx);
+      if constexpr (cut == Cut::kNegative) dx = select(x <= 0.0f, Lanes{}, dx);
+      if constexpr (cut == Cut::kPositive) dx = select(x >= 0.0f, Lanes{}, dx);
       store(head + j * kStrip + i, dx);
     }
-    store(d_weight.data + part.i0 + i, d_weight[part.i0 + i] + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
+    store(d_weight.data + part.i0 + i, d_weight[part.i0 + i] + ((sum[0] + sum[1]) + (sum[2] + sum[3])) * scale);
   }
 }
 
@@ -91,7 +92,7 @@ class Student {
     together_ = wide ? heads_that_fit(rows_, side_->widest(), side_->heads, strip_heads_) : 1;
     for (int64_t slot = 0; slot < slots(); slot++)
       side_->take_rows(slot, block.seq.batch, head_summed_ ? slot * together_ : r, block.first_row(), rows_, for_gradient, together_);
-    for (size_t n = 0; n < weight_.size(); n++) weight_[n].take(Rows(*weights_).at(block, n), rows_);
+    for (size_t n = 0; n < weight_.size(); n++) weight_[n].take(Rows(*weights_).at(block, n), rows_, scale_of_head());
     if (!head_summed_) return;
     // Where heads lie side by side, a block has one part, so what a tile's gradient needs of them is still there.
     kept_ = for_gradient && together_ > 1 && strips() <= kKeptStrips;
@@ -128,24 +129,14 @@ class Student {
     }
     const int64_t last = strips() - 1;
     add_strips(part, last, x);
-    const auto sum = [&](auto cut) {
-      for (int64_t first = part.j0; first < part.j1; first += 256) {
-        const Part few{part.i0, part.i1, first, std::min(first + 256, part.j1)};
-        float* heads = heads_of(last) - first * kStrip;
-        side_->product(last / strips_of_slot(), within(last, few), heads);
-        for (int64_t i = 0; i < few.i1 - few.i0; i += kLanes)
-          for (int64_t j = few.j0; j < few.j1; j += kLanes) {
-            Lanes found[kLanes];
-            sum_heads<cut()>(
-                heads, last == 0 ? nullptr : x, i, j, static_cast<float>(side_->scale), &weight_[last * strip_heads_], part.i0 + i,
-                strip_heads_, rows_, found);
-            visit(i, j, found);
-          }
-      }
-    };
-    if (!side_->relu) sum(std::integral_constant<Cut, Cut::kNone>{});
-    else if (side_->scale > 0.0) sum(std::integral_constant<Cut, Cut::kNegative>{});
-    else sum(std::integral_constant<Cut, Cut::kPositive>{});
+    multiply(last, part);
+    with_cut([&](auto cut) {
+      each([&](int64_t i, int64_t j, Lanes* found) {
+        sum_heads<cut()>(
+            heads_of(last), last == 0 ? nullptr : x, i, j, &weight_[last * strip_heads_], part.i0 + i, strip_heads_, rows_,
+            found);
+      });
+    });
   }
 
   // As in DenseSide; dx is the gradient of the result of product(), the last one of the part.
@@ -202,27 +193,36 @@ class Student {
   void multiply(int64_t strip, const Part& part) {
     side_->product(strip / strips_of_slot(), within(strip, part), heads_of(strip));
   }
+  float scale_of_head() const { return static_cast<float>(side_->scale); }
+  template <typename Work>
+  void with_cut(const Work& work) const {
+    if (!side_->relu) work(std::integral_constant<Cut, Cut::kNone>{});
+    else if (side_->scale > 0.0) work(std::integral_constant<Cut, Cut::kNegative>{});
+    else work(std::integral_constant<Cut, Cut::kPositive>{});
+  }
   // Adds up the heads of the first strips.
   void add_strips(const Part& part, int64_t count, float* x) {
-    const auto add = side_->relu ? &add_heads<true> : &add_heads<false>;
-    for (int64_t strip = 0; strip < count; strip++) {
-      multiply(strip, part);
-      add(heads_of(strip), x, part, static_cast<float>(side_->scale), &weight_[strip * strip_heads_], strip_heads_, rows_, strip == 0);
-    }
+    with_cut([&](auto cut) {
+      for (int64_t strip = 0; strip < count; strip++) {
+        multiply(strip, part);
+        add_heads<cut()>(heads_of(strip), x, part, &weight_[strip * strip_heads_], strip_heads_, rows_, strip == 0);
+      }
+    });
   }
   // Sets the gradient of a strip's heads, from that of their sum.
   void set_heads(int64_t strip, const Part& part) {
-    const auto gradient = side_->relu ? &head_gradient<true> : &head_gradient<false>;
     const Part columns = within(strip, part);
     if (!kept_ && part.j0 < part.j1) multiply(strip, part);
     side_->set_gradient(columns, nullptr, 0, part.j0);
     // What is computed of a few keys is rounded while it is in the first cache.
     for (int64_t j = part.j0; j < part.j1; j += kFewKeys) {
       const Part few{part.i0, part.i1, j, std::min(j + kFewKeys, part.j1)};
-      for (int64_t n = 0; n < strip_heads_; n++) {
-        const int64_t head = strip * strip_heads_ + n;
-        gradient(heads_of(strip) + n * rows_, db_.data() + part.i0 * kBlockK, few, static_cast<float>(side_->scale), weight_[head], d_weight_[head]);
-      }
+      with_cut([&](auto cut) {
+        for (int64_t n = 0; n < strip_heads_; n++) {
+          const int64_t head = strip * strip_heads_ + n;
+          head_gradient<cut()>(heads_of(strip) + n * rows_, db_.data() + part.i0 * kBlockK, few, scale_of_head(), weight_[head], d_weight_[head]);
+        }
+      });
       side_->set_gradient(columns, heads_of(strip), few.j0, few.j1);
     }
     side_->set_gradient(columns, nullptr, part.j1);
@@ -233,7 +233,7 @@ class Student {
   const bool head_summed_;
   int64_t rows_ = 0, strip_heads_ = 1, together_ = 1;
   bool kept_ = false;
-  std::vector<Row> weight_, d_weight_;
+  std::vector<Row> weight_, d_weight_;  // weights are times the scale
   std::vector<Part> parts_;
   Buffer<float> head_, db_, dk_;
 };
