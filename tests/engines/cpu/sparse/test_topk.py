@@ -10,7 +10,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def sampled(count: int) -> Tensor:
-    """The places of the scores that bound a top-k: one of eight. Where they are the highest, too few exceed the bound."""
+    """The places of the scores that bound a top-k. Where they are the highest, too few scores exceed the bound."""
     place = torch.arange(count) % 128
     return (place % 17 == 0) | (place % 17 == 8)
 
