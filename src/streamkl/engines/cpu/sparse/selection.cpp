@@ -346,6 +346,7 @@ Tensor index_topk(
     const Tensor& q, const Tensor& k, const std::optional<Tensor>& weights, const Tensor& table, double scale, bool relu,
     bool normalised, bool sorted, int64_t topk, int64_t query_blocks, int64_t query_block, int64_t left, int64_t right) {
   int64_t rows = rows_at_once(IndexScores::bytes_of_row(q, k, weights));
+  normalised = normalised && query_block > 1;  // the order of one query's scores is that of its log-probabilities
   if (normalised && rows > kStrip && kKept / rows < k.size(2)) rows = kStrip;  // twice as many tiles are kept
   return select(q, table, topk, query_blocks, query_block, Window{left, right}, rows, sorted, false, [&] { return IndexScores(q, k, weights, scale, relu, normalised); });
 }
