@@ -69,3 +69,6 @@ def test_wrong_arguments_are_refused() -> None:
         apply_rope(torch.zeros(3, 4), cos, sin)
     with pytest.raises(ValueError, match="layout must be one of 'half', 'interleaved': got 'pairs'"):
         apply_rope(torch.zeros(3, 8), cos, sin, "pairs")  # type: ignore[arg-type]
+    for dim in (8, 16):
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+            apply_rope(torch.zeros(1, 3, dim), cos.expand(2, 3, 8), sin.expand(2, 3, 8))

@@ -103,4 +103,4 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> 
         a, b = rotated[..., 0::2], rotated[..., 1::2]
         rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
     rotated = rotated.to(x.dtype)
-    return rotated if dim == x.shape[-1] else torch.cat((rotated, rest), -1)
+    return rotated if rotated.shape == x.shape else torch.cat((rotated, rest), -1)

@@ -109,8 +109,8 @@ class Student {
     add_strips(part, strips(), x);
   }
 
-  // The same, and visit(i, j, x) with what it is for sixteen rows and the sixteen keys j ... j + 15, which are not kept:
-  // x[l] is key j + l, and i counts from the part's first row.
+  // The same, and visit(i, j, x) with what it is for sixteen rows and the sixteen keys j ... j + 15: x[l] is key j + l,
+  // and i counts from the part's first row. The sum of several heads is not kept.
   template <typename Visit>
   void product(const Part& part, float* x, const Visit& visit) {
     const auto each = [&](const auto& sixteen) {
@@ -196,7 +196,7 @@ class Student {
   float scale_of_head() const { return static_cast<float>(side_->scale); }
   template <typename Work>
   void with_cut(const Work& work) const {
-    if (!side_->relu) work(std::integral_constant<Cut, Cut::kNone>{});
+    if (!side_->relu || side_->scale == 0.0) work(std::integral_constant<Cut, Cut::kNone>{});  // inf times 0 is nan
     else if (side_->scale > 0.0) work(std::integral_constant<Cut, Cut::kNegative>{});
     else work(std::integral_constant<Cut, Cut::kPositive>{});
   }

@@ -37,6 +37,7 @@ struct SortedKeys {
 };
 
 // The rows of indices [B, query_blocks, K], one per query block: where they lie if their keys rise, else sorted copies.
+// So nobody may write to the indices as long as this is read.
 class SortedTopk {
  public:
   SortedTopk(const Tensor& indices, const std::vector<QueryBlock>& blocks, const Window& window, int64_t nk)

@@ -111,11 +111,11 @@ class TopK {
     return n;
   }
 
-  // A score that `least` to `most` of the values exceed, or the lowest one that fewer exceed. `total` values, which are
-  // more, exceed `low`, and none exceeds `high`. It begins at `guess`, if that lies between, and moves down in growing
-  // steps until it has a lower bound. Then it goes to where as many would lie if they became fewer at an even rate, a
-  // little beyond it, so that the other bound moves next; it halves the bounds if that takes long. Once few values lie
-  // between these, it looks at them alone.
+  // A score that `least` to `most` of the values exceed, or the lowest one that fewer exceed. `total` values, at least
+  // `least`, exceed `low`, and none exceeds `high`. If low is -inf it begins at `guess`, and moves down in growing steps
+  // until it has a lower bound. Then it goes to where as many would lie if they became fewer at an even rate, a little
+  // beyond it, so that the other bound moves next; it halves the bounds if that takes long. Once few values lie between
+  // these, it looks at them alone.
   Cut cut(const int32_t* values, int64_t count, int64_t low, int64_t total, int64_t high, int64_t least, int64_t most, int64_t guess) {
     int64_t over_low = total, over_high = 0;  // so many values exceed the bounds
     int64_t outside = 0;                      // of them are not looked at any more
@@ -161,8 +161,8 @@ class TopK {
     const int32_t highest = highest_of(sample_.data(), sampled);
     const Cut found = cut(sample_.data(), sampled, kNone, total, highest, least, least + least / 4, last_estimate_);
     last_estimate_ = found.score;
-    if (found.above >= least) return found.score;
-    return found.score == 0 ? ordered(-kSmallest) : found.score - 1;  // -0 does not lie below 0
+    const int32_t bound = found.above >= least ? found.score : found.score - 1;
+    return bound == -1 ? ordered(-kSmallest) : bound;  // -1 is -0, which does not lie below 0
   }
 
   // Writes the values in (low, high], which may be there already, to the front of between_; returns how many there are.
