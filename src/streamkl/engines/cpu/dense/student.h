@@ -19,8 +19,8 @@ STREAMKL_INLINE Lanes cut_off(Lanes x) {
   return x;
 }
 
-// x[keys, rows] (+)= the sum of weight relu(scale x of a head) over heads that lie `apart` rows apart. The weights are
-// times the scale, here and below.
+// x[keys, rows] (+)= the sum of weight relu(scale x of a head) over heads that lie `apart` rows apart. The weights
+// include the scale, here and below.
 template <Cut cut>
 void add_heads(const float* heads, float* x, const Part& part, const Row* weights, int64_t count, int64_t apart, bool first) {
   for (int64_t j = part.j0; j < part.j1; j++)
@@ -233,7 +233,7 @@ class Student {
   const bool head_summed_;
   int64_t rows_ = 0, strip_heads_ = 1, together_ = 1;
   bool kept_ = false;
-  std::vector<Row> weight_, d_weight_;  // weights are times the scale
+  std::vector<Row> weight_, d_weight_;  // weights include the scale
   std::vector<Part> parts_;
   Buffer<float> head_, db_, dk_;
 };

@@ -70,7 +70,7 @@ class TopK {
     if (found < topk_ && bound > kNone) bound = kNone, found = gather(scores, count, bound);
     const int32_t highest = highest_of(values_.data(), found);
     if (found > topk_) {
-      const Cut last = cut(values_.data(), found, bound, found, highest, topk_, topk_, last_);
+      const Threshold last = threshold(values_.data(), found, bound, found, highest, topk_, topk_, last_);
       keep(found, last);
       last_ = last.score;
       found = topk_;
@@ -88,11 +88,12 @@ class TopK {
   static constexpr int32_t kNone = static_cast<int32_t>(0x807fffffu);  // -inf as an integer
   static constexpr int kDigit = 8;
   static constexpr int64_t kFirstStep = int64_t(1) << 20;  // an eighth of a score
-  static constexpr int64_t kBeyond = 16, kTurns = 12;
+  static constexpr int64_t kBeyond = 16;  // a guess goes beyond its aim by one of so many scores between the bounds
+  static constexpr int64_t kTurns = 12;   // guesses, before the bounds are halved
   static constexpr int64_t kSampled = 8;  // one of so many scores
 
   // A score, and how many exceed it.
-  struct Cut {
+  struct Threshold {
     int32_t score;
     int64_t above;
   };
@@ -116,7 +117,7 @@ class TopK {
   // until it has a lower bound. Then it goes to where as many would lie if they became fewer at an even rate, a little
   // beyond it, so that the other bound moves next; it halves the bounds if that takes long. Once few values lie between
   // these, it looks at them alone.
-  Cut cut(const int32_t* values, int64_t count, int64_t low, int64_t total, int64_t high, int64_t least, int64_t most, int64_t guess) {
+  Threshold threshold(const int32_t* values, int64_t count, int64_t low, int64_t total, int64_t high, int64_t least, int64_t most, int64_t guess) {
     int64_t over_low = total, over_high = 0;  // so many values exceed the bounds
     int64_t outside = 0;                      // of them are not looked at any more
     const auto aim = [&](int64_t beyond) -> int64_t {
@@ -159,7 +160,7 @@ class TopK {
     const int64_t total = above(sample_.data(), sampled, kNone);
     if (total <= least) return kNone;
     const int32_t highest = highest_of(sample_.data(), sampled);
-    const Cut found = cut(sample_.data(), sampled, kNone, total, highest, least, least + least / 4, last_estimate_);
+    const Threshold found = threshold(sample_.data(), sampled, kNone, total, highest, least, least + least / 4, last_estimate_);
     last_estimate_ = found.score;
     const int32_t bound = found.above >= least ? found.score : found.score - 1;
     return bound == -1 ? ordered(-kSmallest) : bound;  // -1 is -0, which does not lie below 0
@@ -194,17 +195,17 @@ class TopK {
     return found;
   }
 
-  // Moves the topk of `count` gathered scores to the front: those above the cut, and the first ones equal to it.
-  void keep(int64_t count, const Cut& cut) {
+  // Moves the topk of `count` gathered scores to the front: those above the threshold, and the first ones equal to it.
+  void keep(int64_t count, const Threshold& last) {
     int32_t* const values = values_.data();
     int32_t* const places = places_.data();
-    int64_t found = 0, equal = topk_ - cut.above;
+    int64_t found = 0, equal = topk_ - last.above;
     for (int64_t j = 0; j < count; j += kLanes) {
       const Ints value = load<Ints>(values + j);
-      uint32_t same = equal > 0 ? more(value, cut.score - 1) & ~more(value, cut.score) : 0;
+      uint32_t same = equal > 0 ? more(value, last.score - 1) & ~more(value, last.score) : 0;
       while (__builtin_popcount(same) > equal) same ^= 1u << (31 - __builtin_clz(same));
       equal -= __builtin_popcount(same);
-      found += compress(more(value, cut.score) | same, value, load<Ints>(places + j), values + found, places + found);
+      found += compress(more(value, last.score) | same, value, load<Ints>(places + j), values + found, places + found);
     }
   }
 
